@@ -1,0 +1,165 @@
+"""Validators for static (public) arguments.
+
+Every message names the argument, what was expected, what came, and the remedy. A traced value is
+never checked: its value may be private, and whether something raises must not depend on it.
+"""
+
+import math
+import numbers
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def fail(name: str, expected: str, got: Any, remedy: str, error: type[Exception] = ValueError):
+    """Raise `error` with the one message shape that the whole library uses."""
+    raise error(f"`{name}` must be {expected}, but got {_show(got)}. {remedy}")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, jax.core.Tracer):
+        return f"a traced value of shape {value.shape} and dtype {value.dtype}"
+    if isinstance(value, jax.Array | np.ndarray) and value.size > 1:
+        return f"an array of shape {value.shape} and dtype {value.dtype}"
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+
+
+def is_static_number(value: Any) -> bool:
+    """Whether `value` is a plain number, which may be checked (a traced or device array is not)."""
+    return isinstance(value, numbers.Real | np.generic) and not isinstance(value, bool | np.bool_)
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    above: float = -math.inf,
+    at_least: float = -math.inf,
+    below: float = math.inf,
+    at_most: float = math.inf,
+    finite: bool = True,
+    traced: bool = False,
+    remedy: str,
+) -> Any:
+    """Return `value` if it is a number in the given range.
+
+    Args:
+      name: the argument's name, for the message.
+      value: what the caller passed.
+      above: exclusive lower bound.
+      at_least: inclusive lower bound.
+      below: exclusive upper bound.
+      at_most: inclusive upper bound.
+      finite: whether infinity is refused; NaN always is.
+      traced: whether a scalar array (whose value is then not looked at) is allowed.
+      remedy: the last sentence of the message.
+
+    Returns:
+      The number, unchanged.
+
+    Raises:
+      TypeError: it is not a number.
+      ValueError: it is out of range.
+    """
+    bounds = [
+        f"{sign} {bound:g}"
+        for sign, bound in ((">", above), (">=", at_least), ("<", below), ("<=", at_most))
+        if math.isfinite(bound)
+    ]
+    expected = " ".join(["a finite number" if finite else "a number", " and ".join(bounds)]).strip()
+    if traced and isinstance(value, jax.Array):
+        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+            fail(name, f"{expected} or a floating scalar array", value, remedy, TypeError)
+        return value
+    if not is_static_number(value):
+        fail(name, expected, value, remedy, TypeError)
+    if (
+        math.isnan(value)
+        or (finite and math.isinf(value))
+        or not (above < value < below or above == -math.inf == -value or value == below == math.inf)
+        or not at_least <= value <= at_most
+    ):
+        fail(name, expected, value, remedy)
+    return value
+
+
+def integer(name: str, value: Any, *, at_least: int, at_most: float = math.inf, remedy: str) -> int:
+    """Return `value` as an int if it is a whole number in the range; see `number` for errors."""
+    expected = f"an integer >= {at_least}"
+    if math.isfinite(at_most):
+        expected += f" and <= {at_most:g}"
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        fail(name, expected, value, remedy, TypeError)
+    if not at_least <= value <= at_most:
+        fail(name, expected, value, remedy)
+    return int(value)
+
+
+def choice(name: str, value: Any, options: Collection[str]) -> str:
+    """Return `value` if it is one of `options`.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if not isinstance(value, str) or value not in options:
+        fail(name, f"one of {sorted(options)}", value, "Choose one of these.")
+    return value
+
+
+def noise_multiplier(value: Any) -> Any:
+    """Return a noise multiplier: a number >= 0, or a traced scalar."""
+    return number(
+        "noise_multiplier",
+        value,
+        at_least=0,
+        traced=True,
+        remedy="It is the noise's standard deviation over the L2 sensitivity; take it from "
+        "jdp.plan(...).noise_multiplier.",
+    )
+
+
+def clip_norm(name: str, value: Any) -> Any:
+    """Return a clip norm: a number > 0 (infinity means no clipping), or a traced scalar."""
+    return number(
+        name,
+        value,
+        above=0,
+        finite=False,
+        traced=True,
+        remedy="It bounds the L2 norm of each example's contribution; 1.0 is a usual start.",
+    )
+
+
+def delta(value: Any) -> float:
+    """Return delta: a number in (0, 1)."""
+    return number(
+        "delta",
+        value,
+        above=0,
+        below=1,
+        remedy="It is the probability of a privacy failure; use less than 1 / num_examples, "
+        "for example 1e-5.",
+    )
+
+
+def typed_key(name: str, value: Any) -> Any:
+    """Return `value` if it is one typed PRNG key.
+
+    Raises:
+      TypeError: it is not.
+    """
+    is_key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    if not is_key or value.shape != ():
+        fail(
+            name,
+            "one typed PRNG key (shape ())",
+            value,
+            "Make one with jax.random.key(seed) to reproduce a run, or with jdp.secure_key() "
+            "for a run that is private.",
+            TypeError,
+        )
+    return value
