@@ -30,7 +30,7 @@ def _show(value: Any) -> str:
 
 def is_static_number(value: Any) -> bool:
     """Whether `value` is a plain number, which may be checked (a traced or device array is not)."""
-    return isinstance(value, numbers.Real | np.generic) and not isinstance(value, bool | np.bool_)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def number(
@@ -77,12 +77,12 @@ def number(
         return value
     if not is_static_number(value):
         fail(name, expected, value, remedy, TypeError)
-    if (
-        math.isnan(value)
-        or (finite and math.isinf(value))
-        or not (above < value < below or above == -math.inf == -value or value == below == math.inf)
-        or not at_least <= value <= at_most
-    ):
+    in_range = (
+        (above == -math.inf or value > above)
+        and (below == math.inf or value < below)
+        and at_least <= value <= at_most
+    )
+    if math.isnan(value) or (finite and math.isinf(value)) or not in_range:
         fail(name, expected, value, remedy)
     return value
 
