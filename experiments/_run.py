@@ -1,0 +1,186 @@
+"""What every experiment shares: errors, progress, keys, the run folder and the last line."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+import jdp
+
+VERSIONS = ("jdp", "jax", "jaxlib", "flax", "optax", "dp-accounting", "numpy")
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done; the message says what to do instead."""
+
+
+class Keys(NamedTuple):
+    """Independent keys of one run: `noise` and `sampling` must stay secret for it to be private."""
+
+    noise: jax.Array
+    sampling: jax.Array
+    init: jax.Array
+
+
+def keys(seed: int | None, repeat: int) -> Keys:
+    """Keys of the `repeat`-th run: from the operating system, or all from one `seed`."""
+    if seed is None:
+        return Keys(jdp.secure_key(), jdp.secure_key(), jdp.secure_key())
+    return Keys(*jax.random.split(jax.random.fold_in(jax.random.key(seed), repeat), 3))
+
+
+def key_statement(seed: int | None) -> str:
+    """What the report says about the keys."""
+    if seed is None:
+        return "noise and sampling keys: independent, from the operating system's entropy"
+    return f"seed {seed}: reproducible, NOT private against whoever knows the seed"
+
+
+@contextlib.contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show progress and the time left on stderr; yields `advance(steps)`.
+
+    Where stderr is not a terminal, a plain line appears about every ten seconds instead of a bar.
+    """
+    if sys.stderr.isatty():
+        import rich.console
+        import rich.progress as bars
+
+        with bars.Progress(
+            bars.TextColumn("{task.description:<24}"),
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TimeRemainingColumn(),
+            console=rich.console.Console(stderr=True),
+        ) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda steps: bar.advance(task, steps)
+        return
+    begin = last = time.monotonic()
+    done = 0
+
+    def advance(steps: int):
+        nonlocal done, last
+        done += steps
+        now = time.monotonic()
+        if now - last >= 10 or done >= total:
+            last = now
+            left = (now - begin) / done * (total - done)
+            print(f"{label}: {done:,} of {total:,}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    yield advance
+
+
+class Folder:
+    """A run folder that remembers finished pieces, so that an interrupted run is taken up again.
+
+    `results.json` holds the configuration and one entry for each finished piece. A folder whose
+    configuration differs is refused, so results of different settings are never mixed.
+    """
+
+    def __init__(self, path: str | os.PathLike, config: dict[str, Any]):
+        self.path = pathlib.Path(path)
+        self._file = self.path / "results.json"
+        config = json.loads(json.dumps(config))
+        self._content: dict[str, Any] = {"config": config, "results": {}}
+        if self._file.exists():
+            self._content = read_json(self._file)
+            old = self._content["config"]
+            changed = sorted(k for k in old | config if old.get(k) != config.get(k))
+            if changed:
+                differences = "; ".join(
+                    f"{k} was {old.get(k)!r}, now {config.get(k)!r}" for k in changed
+                )
+                raise UsageError(
+                    f"{self.path} holds a run of another configuration ({differences}). "
+                    "Choose another folder with --out, or delete this one."
+                )
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """The result of a finished piece, or None."""
+        return self._content["results"].get(name)
+
+    def put(self, name: str, result: dict[str, Any]) -> dict[str, Any]:
+        """Store the result of a piece, durably, and return it as it reads back."""
+        self._content["results"][name] = json.loads(json.dumps(result))
+        write_json(self._file, self._content)
+        return self._content["results"][name]
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Read one JSON file."""
+    return json.loads(path.read_text())
+
+
+def write_json(path: pathlib.Path, content: dict[str, Any]):
+    """Write a JSON file so that a reader sees the old content or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit, command and time: enough to repeat a run."""
+    command = ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return {
+        "command": " ".join(["python", "-m", "experiments." + pathlib.Path(sys.argv[0]).stem])
+        + "".join(f" {argument}" for argument in sys.argv[1:]),
+        "commit": commit,
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        "python": sys.version.split()[0],
+        "backend": jax.default_backend(),
+        "cpus": os.cpu_count(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def draw_curves(folder: pathlib.Path):
+    """Draw `curves.png` from the `summary.json` of a run folder, and from nothing else."""
+    from matplotlib.figure import Figure
+
+    summary = read_json(folder / "summary.json")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for colour, (method, row) in enumerate(summary["methods"].items()):
+        style = {"color": f"C{colour}", "label": f"{method} ({row['test_accuracy_mean']:.3f})"}
+        if len(row["runs"][0]["curve"]) == 1:
+            axes.axhline(row["test_accuracy_mean"], linestyle="--", **style)
+        for run in row["runs"]:
+            if len(run["curve"]) > 1:
+                steps, accuracies = zip(*run["curve"], strict=True)
+                axes.plot([s / steps[-1] for s in steps], accuracies, **style)
+                style.pop("label", None)
+    epsilon, delta = summary["epsilon"], summary["delta"]
+    axes.set_title(f"{summary['dataset']}: epsilon {epsilon:g}, delta {delta:g}")
+    axes.set_xlabel("share of the training steps")
+    axes.set_ylabel("test accuracy")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize="small")
+    figure.savefig(folder / "curves.png", dpi=150)
+
+
+def command_line(args_type: type, main: Callable[[Any], dict[str, Any]]):
+    """Parse the arguments, run, and print the result as one JSON object on the last line."""
+    import tyro
+
+    description = sys.modules[args_type.__module__].__doc__
+    args = tyro.cli(args_type, description=description)
+    try:
+        result = main(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    print(json.dumps(result), flush=True)
