@@ -11,6 +11,7 @@ PyTree: TypeAlias = Any
 Scalar: TypeAlias = float | jax.Array
 Key: TypeAlias = KeyArray[Array, ""]
 Mask: TypeAlias = Bool[Array, "batch"]
+Params: TypeAlias = PyTree
 PerExample: TypeAlias = PyTree
 """A pytree whose every leaf has the examples on its leading axis."""
 
@@ -19,3 +20,22 @@ Loss: TypeAlias = Callable[[PyTree, PyTree], Float[Array, ""]]
 
 Adjacency: TypeAlias = Literal["zero-out", "add-remove", "replace-one"]
 """Which datasets count as neighbours: see `jdp.accounting`."""
+
+
+class NoiseMultiplier(float):
+    """A noise multiplier that remembers the adjacency under which it was computed.
+
+    It is the noise's standard deviation over the L2 sensitivity under `adjacency`. Arithmetic on it
+    gives plain floats, which remember nothing.
+    """
+
+    adjacency: Adjacency
+
+    def __new__(cls, value: float, adjacency: Adjacency) -> "NoiseMultiplier":
+        """Make a float that carries `adjacency`."""
+        self = super().__new__(cls, value)
+        self.adjacency = adjacency
+        return self
+
+    def __reduce__(self):  # copy and pickle keep the adjacency
+        return NoiseMultiplier, (float(self), self.adjacency)

@@ -1,0 +1,197 @@
+"""The three accountants behind `jdp.accounting`, over flattened dp-accounting events.
+
+A *leaf* is an event that is no composition; `(leaf, count)` is the leaf repeated. Noise multipliers
+of leaves are in this library's convention: std / L2 sensitivity under the declared adjacency.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import attr
+import dp_accounting as dpa
+import numpy as np
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant, rdp_privacy_accountant
+from scipy import special, stats
+
+from jdp import _check
+
+Event: TypeAlias = dpa.DpEvent
+Leaf: TypeAlias = Any
+Leaves: TypeAlias = Sequence[tuple[Leaf, int]]
+
+RELATIONS = {
+    "zero-out": dpa.NeighboringRelation.REPLACE_SPECIAL,
+    "add-remove": dpa.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    "replace-one": dpa.NeighboringRelation.REPLACE_ONE,
+}
+
+
+def gaussian_log_delta(epsilon: float, mu: float) -> float:
+    """Log of delta of a Gaussian of multiplier 1 / mu (Balle and Wang 2018, theorem 8)."""
+    a = special.log_ndtr(mu / 2 - epsilon / mu)
+    b = epsilon + special.log_ndtr(-mu / 2 - epsilon / mu)
+    return a + math.log(-math.expm1(b - a)) if b < a else -math.inf
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """Smallest epsilon of a Gaussian of multiplier 1 / mu, rounded up."""
+    low, high = 0.0, 1.0
+    if mu == 0 or gaussian_log_delta(0.0, mu) <= math.log(delta):
+        return 0.0
+    while gaussian_log_delta(high, mu) > math.log(delta):
+        low, high = high, 2 * high
+    while (middle := (low + high) / 2) not in (low, high) and high - low > 1e-14 * high:
+        too_small = gaussian_log_delta(middle, mu) > math.log(delta)
+        low, high = (middle, high) if too_small else (low, middle)
+    return high
+
+
+def pld_epsilon(leaves: Leaves, delta: float, adjacency: str) -> tuple[float, str]:
+    """Compose on a grid of about epsilon / (64 sqrt(steps)), which errs by less than 0.2%.
+
+    The grid needs the answer; each answer is an upper bound, so start from the bound without
+    amplification and refine until the answer no longer halves.
+    """
+    steps = sum(count for _, count in leaves)
+    factor = 2.0 if adjacency == "replace-one" else 1.0
+    mu = math.sqrt(sum(count * (_worst_mu(leaf)) ** 2 for leaf, count in leaves))
+    span = max(_largest_loss(leaf) for leaf, _ in leaves)
+    bound = gaussian_epsilon(mu, delta)
+    while True:
+        if bound == 0:
+            return 0.0, "no loss at this delta even without amplification"
+        interval = max(bound / (64 * math.sqrt(steps)), span / 2**20)
+        interval = 2.0 ** math.floor(math.log2(interval))
+        accountant = PLDAccountant(RELATIONS[adjacency], interval)
+        for leaf, count in leaves:
+            accountant.compose(_scaled(leaf, factor), count)
+        found = accountant.get_epsilon(delta)
+        if found >= bound / 2 or found == 0:
+            return found, (
+                "privacy loss distributions (connect the dots, pessimistic), "
+                f"grid interval {interval:.3g}"
+            )
+        bound = found
+
+
+def rdp_epsilon(leaves: Leaves, delta: float, adjacency: str) -> tuple[float, str]:
+    """Sum Renyi divergences.
+
+    A truncated sample equals the untruncated one unless more than `capacity - 1` OTHER records were
+    drawn, which is independent of the record in question: that probability is taken off delta.
+    """
+    orders: Any = rdp_privacy_accountant.DEFAULT_RDP_ORDERS
+    total: Any = np.zeros(len(orders))
+    for leaf, count in leaves:
+        relation = RELATIONS["add-remove"]  # z is already std / sensitivity
+        if isinstance(leaf, dpa.SampledWithoutReplacementDpEvent):
+            relation = RELATIONS["replace-one"]  # whose theorem also takes std / sensitivity
+        elif isinstance(leaf, dpa.TruncatedSubsampledGaussianDpEvent):
+            delta -= count * float(
+                stats.binom.sf(
+                    leaf.truncated_batch_size - 1, leaf.dataset_size - 1, leaf.sampling_probability
+                )
+            )
+            leaf = dpa.PoissonSampledDpEvent(
+                leaf.sampling_probability, dpa.GaussianDpEvent(leaf.noise_multiplier)
+            )
+        total += RdpAccountant(orders, relation).compose(leaf, count).rdp
+    method = (
+        "Renyi divergences of orders 1.1 to 1024, converted by Canonne, Kamath and Steinke (2020)"
+    )
+    if not leaves:
+        return 0.0, method
+    if delta <= 0:
+        return math.inf, f"{method}; the sample is truncated too often for this delta"
+    return float(rdp_privacy_accountant.compute_epsilon(orders, total, delta)[0]), method
+
+
+def flatten(event: Event, count: int = 1) -> Iterator[tuple[Leaf, int]]:
+    """Flatten compositions; drop what costs nothing; a sample of everything is no sample."""
+    match event:
+        case dpa.NoOpDpEvent():
+            return
+        case dpa.SelfComposedDpEvent():
+            yield from flatten(event.event, count * event.count)
+        case dpa.ComposedDpEvent():
+            for part in event.events:
+                yield from flatten(part, count)
+        case dpa.PoissonSampledDpEvent() if event.sampling_probability == 1:
+            yield from flatten(event.event, count)
+        case _:
+            if count > 0:
+                yield event, count
+
+
+def noise(leaf: Leaf) -> float:
+    """The leaf's noise multiplier."""
+    if isinstance(leaf, dpa.NonPrivateDpEvent):
+        return 0.0
+    return getattr(leaf, "event", leaf).noise_multiplier
+
+
+def rate(leaf: Leaf) -> float:
+    """The share of records that takes part in one step."""
+    match leaf:
+        case dpa.PoissonSampledDpEvent() | dpa.TruncatedSubsampledGaussianDpEvent():
+            return leaf.sampling_probability
+        case dpa.SampledWithoutReplacementDpEvent():
+            return leaf.sample_size / leaf.source_dataset_size
+        case _:
+            return 1.0
+
+
+def _scaled(leaf: Leaf, factor: float) -> Leaf:
+    """The same event in dp-accounting's units."""
+    if isinstance(leaf, dpa.PoissonSampledDpEvent):
+        return attr.evolve(leaf, event=_scaled(leaf.event, factor))
+    return attr.evolve(leaf, noise_multiplier=leaf.noise_multiplier * factor)
+
+
+def gaussian_mu(leaves: Leaves) -> float | None:
+    """Parameter of the one Gaussian that the leaves amount to, if they do."""
+    if not all(isinstance(leaf, dpa.GaussianDpEvent) and noise(leaf) > 0 for leaf, _ in leaves):
+        return None
+    return math.sqrt(sum(count / noise(leaf) ** 2 for leaf, count in leaves))
+
+
+def _worst_mu(leaf: Leaf) -> float:
+    """Mu without amplification; a truncated record also displaces another one."""
+    truncated = isinstance(leaf, dpa.TruncatedSubsampledGaussianDpEvent)
+    return (2 if truncated else 1) / noise(leaf)
+
+
+def _largest_loss(leaf: Leaf) -> float:
+    """About the largest privacy loss of one step that the grid has to hold."""
+    mu = _worst_mu(leaf)
+    loss = mu**2 / 2 + 10 * mu
+    return float(np.logaddexp(0, math.log(rate(leaf)) + loss))
+
+
+def check_supported(leaf: Leaf, accountant: str, adjacency: str) -> None:
+    """Refuse what the accountant cannot bound under this adjacency."""
+    of_gaussian = isinstance(getattr(leaf, "event", None), dpa.GaussianDpEvent)
+    poisson = isinstance(leaf, dpa.TruncatedSubsampledGaussianDpEvent) or (
+        isinstance(leaf, dpa.PoissonSampledDpEvent) and of_gaussian
+    )
+    if isinstance(leaf, dpa.GaussianDpEvent | dpa.NonPrivateDpEvent):
+        return
+    if poisson:
+        if accountant == "pld" or adjacency != "replace-one":
+            return
+        remedy = "Use accountant='pld' for Poisson sampling under replace-one."
+    elif isinstance(leaf, dpa.SampledWithoutReplacementDpEvent) and of_gaussian:
+        if accountant == "rdp" and adjacency == "replace-one":
+            return
+        remedy = (
+            "Sampling without replacement needs accountant='rdp' and adjacency='replace-one' "
+            "(which implies zero-out at the same epsilon); or sample with Poisson."
+        )
+    else:
+        remedy = (
+            "Use the events of the table in jdp.accounting; first combine several Gaussians on one "
+            "sample with combine_noise_multipliers."
+        )
+    _check.fail("event", f"one that {accountant!r} bounds under {adjacency!r}", leaf, remedy)
