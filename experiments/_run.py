@@ -82,37 +82,42 @@ def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
 class Folder:
     """A run folder that remembers finished pieces, so that an interrupted run is taken up again.
 
-    `results.json` holds the configuration and one entry for each finished piece. A folder whose
-    configuration differs is refused, so results of different settings are never mixed.
+    `results.json` holds each finished piece with its configuration. A piece of another
+    configuration is refused, so results of different settings are never mixed.
     """
 
-    def __init__(self, path: str | os.PathLike, config: dict[str, Any]):
+    def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path)
         self._file = self.path / "results.json"
-        config = json.loads(json.dumps(config))
-        self._content: dict[str, Any] = {"config": config, "results": {}}
-        if self._file.exists():
-            self._content = read_json(self._file)
-            old = self._content["config"]
-            changed = sorted(k for k in old | config if old.get(k) != config.get(k))
-            if changed:
-                differences = "; ".join(
-                    f"{k} was {old.get(k)!r}, now {config.get(k)!r}" for k in changed
-                )
-                raise UsageError(
-                    f"{self.path} holds a run of another configuration ({differences}). "
-                    "Choose another folder with --out, or delete this one."
-                )
+        self._pieces: dict[str, Any] = read_json(self._file) if self._file.exists() else {}
 
-    def get(self, name: str) -> dict[str, Any] | None:
-        """The result of a finished piece, or None."""
-        return self._content["results"].get(name)
+    def get(self, piece: str, config: dict[str, Any]) -> dict[str, Any] | None:
+        """The result of a finished piece, or None.
 
-    def put(self, name: str, result: dict[str, Any]) -> dict[str, Any]:
-        """Store the result of a piece, durably, and return it as it reads back."""
-        self._content["results"][name] = json.loads(json.dumps(result))
-        write_json(self._file, self._content)
-        return self._content["results"][name]
+        Raises:
+          UsageError: the piece was finished with another configuration.
+        """
+        stored = self._pieces.get(piece)
+        if stored is None:
+            return None
+        old, new = stored["config"], json.loads(json.dumps(config))
+        differences = [
+            f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key)
+        ]
+        if differences:
+            raise UsageError(
+                f"{self.path} holds {piece} of another configuration ({'; '.join(differences)}). "
+                "Choose another folder with --out, or delete this one."
+            )
+        return stored["result"]
+
+    def put(self, piece: str, config: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+        """Store the result of a piece, durably, and return it as it will read back."""
+        self._pieces[piece] = json.loads(json.dumps({"config": config, "result": result}))
+        write_json(self._file, self._pieces)
+        return self._pieces[piece]["result"]
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from experiments._run import UsageError
 
-NAMES = ("mnist_cnn", "resnet20", "mlp")
+LAYERS = {"mnist_cnn": 4, "resnet20": 20, "mlp": 2}
+NAMES = tuple(LAYERS)
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"tanh": nn.tanh, "relu": nn.relu}
 
 

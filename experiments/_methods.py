@@ -1,0 +1,229 @@
+"""How each method of `experiments.gep` turns data into a model, or a test accuracy."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jdp
+from experiments._run import Keys
+from experiments.datasets import Dataset
+from experiments.models import Model, stage_groups
+
+METHODS = ("non-private", "dp-sgd", "b-gep", "gep", "public-only", "class-means")
+PLANNED = ("dp-sgd", "b-gep", "gep")  # these take many steps under one privacy budget
+MICROBATCH = 256  # per-example gradients that dp-sgd holds at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Hyper-parameters of one method; each method reads those that concern it."""
+
+    steps: int = 300
+    batch_size: int = 350
+    learning_rate: float = 0.1
+    schedule: Literal["constant", "step", "cosine"] = "constant"
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    clip_norms: tuple[float, float] = (0.5, 0.2)
+    rank: int = 150
+    groups: int = 1
+    power_iterations: int = 1
+    refresh_every: int = 1
+    warm_start: bool = False
+    noise_split: Literal["equal", "optimal"] = "equal"
+    joint_clip: bool = False
+    components: int = 30
+
+    def learning_rates(self) -> optax.Schedule:
+        """The learning rate of each step."""
+        if self.schedule == "cosine":
+            return optax.cosine_decay_schedule(self.learning_rate, self.steps)
+        change = {self.steps // 2: 0.1} if self.schedule == "step" else {}
+        return optax.piecewise_constant_schedule(self.learning_rate, change)
+
+
+Run = Callable[[Keys, Callable[[int], None]], dict[str, Any]]
+
+
+def make_run(
+    method: str,
+    setting: Setting,
+    model: Model,
+    data: Dataset,
+    anchors: np.ndarray,
+    plan: Any,
+    eval_every: int,
+) -> Run:
+    """Prepare one method, compiled once for all its runs.
+
+    Args:
+      method: one of `METHODS`.
+      setting: its hyper-parameters.
+      model: what is trained; `class-means` does not use it.
+      data: private, public and test parts.
+      anchors: public images for the subspace (GEP) or the principal components (`class-means`).
+      plan: a `jdp.plan` for the methods in `PLANNED`, a noise multiplier for `class-means`.
+      eval_every: steps between two evaluations.
+
+    Returns:
+      `run(keys, advance) -> result`: the test accuracy after the last step, the curve, and the
+      time. `advance(steps)` is called as it goes.
+    """
+    if method == "class-means":
+        return _class_means(setting, data, anchors, plan)
+    images, labels = data.train_images, data.train_labels
+    if method == "public-only":
+        images, labels = data.public_images, data.public_labels
+    examples = jnp.asarray(images), jnp.asarray(labels)
+    public = jnp.asarray(anchors)
+
+    def transformation(params, key):
+        after = (
+            optax.add_decayed_weights(setting.weight_decay),
+            optax.sgd(setting.learning_rates(), setting.momentum),
+        )
+        if method not in PLANNED:
+            return optax.chain(*after)
+        return optax.chain(_private(method, setting, model, params, public, plan, key), *after)
+
+    def step(index, carry, keys: Keys, examples):
+        params, state = carry
+        if method in PLANNED:
+            rows, mask = plan.sampler.batch(keys.sampling, index)
+            batch = jax.tree.map(lambda leaf: leaf[rows], examples)
+            extra: dict[str, Any] = {} if method == "dp-sgd" else {"mask": mask}
+            if method == "dp-sgd":
+                clipper = jdp.clip_by_norm(setting.clip_norm)
+                gradient = jdp.clipped_grad(model.loss, clipper, microbatch_size=MICROBATCH)
+                gradients = gradient(params, batch, mask=mask)
+            else:
+                gradients = jdp.per_example_grad(model.loss)(params, batch)
+        else:
+            key = jax.random.fold_in(keys.sampling, index)
+            rows = jax.random.randint(key, (setting.batch_size,), 0, len(examples[1]))
+            batch = jax.tree.map(lambda leaf: leaf[rows], examples)
+            losses = jax.vmap(model.loss, in_axes=(None, 0))
+            gradients, extra = jax.grad(lambda p: losses(p, batch).mean())(params), {}
+        transform = transformation(params, keys.noise)
+        updates, state = transform.update(gradients, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def begin(keys: Keys):
+        params = model.init(keys.init)
+        return params, transformation(params, keys.noise).init(params)
+
+    @jax.jit
+    def advance_to(start, stop, carry, keys: Keys, examples):
+        return jax.lax.fori_loop(
+            start, stop, lambda index, carry: step(index, carry, keys, examples), carry
+        )
+
+    accuracy = _accuracy(model, data)
+
+    def run(keys: Keys, advance: Callable[[int], None]) -> dict[str, Any]:
+        started = time.monotonic()
+        carry, curve, seconds = begin(keys), [], []
+        for start in range(0, setting.steps, eval_every):
+            stop = min(start + eval_every, setting.steps)
+            before = time.monotonic()
+            carry = jax.block_until_ready(advance_to(start, stop, carry, keys, examples))
+            seconds.append((time.monotonic() - before) / (stop - start))
+            curve.append([stop, accuracy(carry[0])])
+            advance(stop - start)
+        return {
+            "test_accuracy": curve[-1][1],
+            "curve": curve,
+            "seconds": time.monotonic() - started,
+            "seconds_per_step": float(np.median(seconds)),
+        }
+
+    return run
+
+
+def _private(method, setting, model, params, public, plan, key):
+    """The transformation that makes the private gradient, first in its chain."""
+    budget = {"batch_size": plan.batch_size, "key": key}
+    if method == "dp-sgd":
+        return jdp.privatize(plan.noise_multiplier, **budget)
+    paper_groups = setting.groups == 5 and "stage1_0" in params
+    options = {
+        "rank": setting.rank,
+        "noise_multiplier": plan.noise_multiplier,
+        "public_gradients": jdp.random_label_gradients(model.loss, public, num_classes=10),
+        "groups": stage_groups(params)
+        if paper_groups
+        else jdp.group_leaves(params, setting.groups),
+        "refresh_every": setting.refresh_every,
+        "power_iterations": setting.power_iterations,
+        "warm_start": setting.warm_start,
+        **budget,
+    }
+    if method == "b-gep":
+        return jdp.biased_gep(clip_norm=setting.clip_norms[0], **options)
+    return jdp.gep(
+        clip_norms=setting.clip_norms,
+        noise_split=setting.noise_split,
+        joint_clip=setting.joint_clip,
+        **options,
+    )
+
+
+def _accuracy(model: Model, data: Dataset, rows: int = 1_000) -> Callable[[Any], float]:
+    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
+
+    @jax.jit
+    def correct(params, images, labels):
+        return jnp.sum(model.logits(params, images).argmax(-1) == labels)
+
+    def accuracy(params):
+        starts = range(0, len(labels), rows)
+        parts = [correct(params, images[i : i + rows], labels[i : i + rows]) for i in starts]
+        return sum(map(int, parts)) / len(labels)
+
+    return accuracy
+
+
+def _class_means(setting: Setting, data: Dataset, anchors: np.ndarray, noise_multiplier) -> Run:
+    """ONE noisy release of sums and counts by class; then the nearest mean, without training.
+
+    Features are principal components of the anchors, and the clip norm is the median norm of the
+    anchors' features: public, both. The count of a class travels in the same release as its sum,
+    scaled to half the clip norm.
+    """
+    flat = anchors.reshape(len(anchors), -1)
+    centre = flat.mean(0)
+    components = np.linalg.svd(flat - centre, full_matrices=False)[2][: setting.components]
+
+    def features(images):
+        return (images.reshape(len(images), -1) - centre) @ components.T
+
+    size = float(np.median(np.linalg.norm(features(anchors), axis=1)))
+    weight = size / 2
+
+    def run(keys: Keys, advance: Callable[[int], None]) -> dict[str, Any]:
+        started = time.monotonic()
+        own = np.eye(data.num_classes, dtype=np.float32)[data.train_labels]
+        contributions = {
+            "sum": jnp.asarray(own[:, :, None] * features(data.train_images)[:, None, :]),
+            "count": jnp.asarray(own * weight),
+        }
+        clipper = jdp.clip_by_norm(float(np.hypot(size, weight)))
+        total = clipper(contributions, jnp.ones(len(own), bool))
+        release = jdp.add_noise(keys.noise, total, noise_multiplier)
+        counts = np.maximum(np.asarray(release["count"]) / weight, 1)
+        means = np.asarray(release["sum"]) / counts[:, None]
+        distances = np.square(features(data.test_images)[:, None, :] - means).sum(-1)
+        accuracy = float((distances.argmin(1) == data.test_labels).mean())
+        advance(1)
+        seconds = time.monotonic() - started
+        return {"test_accuracy": accuracy, "curve": [[1, accuracy]], "seconds": seconds}
+
+    return run
