@@ -1,0 +1,131 @@
+"""Arithmetic on pytrees whose leaves have the examples on their leading axis."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jdp import _check
+from jdp._typing import PerExample, PyTree, Scalar
+
+
+def num_examples(per_example: PerExample, mask: Array) -> int:
+    """Return the static number of rows, after checking that every leaf and the mask have it.
+
+    Args:
+      per_example: floating leaves of shape (n, ...).
+      mask: (n,) booleans, False for padding.
+
+    Raises:
+      TypeError: a leaf is not floating, or the mask is not a boolean array.
+      ValueError: there is no leaf, a leaf is a scalar, or the leading sizes differ.
+    """
+    if not isinstance(mask, jax.Array) and not hasattr(mask, "dtype"):
+        _check.fail(
+            "mask",
+            "a boolean array of shape (n,)",
+            mask,
+            "Pass jnp.ones(n, bool) if every row is a real example.",
+            TypeError,
+        )
+    if mask.dtype != jnp.bool_:
+        _check.fail(
+            "mask", "an array of booleans", mask, "Compare explicitly: mask=weights > 0.", TypeError
+        )
+    leaves = jax.tree.leaves_with_path(per_example)
+    if not leaves:
+        _check.fail(
+            "per_example",
+            "a pytree with at least one array",
+            per_example,
+            "Pass the output of jdp.per_example_grad(loss)(params, batch).",
+        )
+    for path, leaf in leaves:
+        name = "per_example" + jax.tree_util.keystr(path)
+        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            _check.fail(
+                name, "a floating array", leaf, "Differentiate floating parameters only.", TypeError
+            )
+        if leaf.ndim == 0 or mask.shape != leaf.shape[:1]:
+            _check.fail(
+                name,
+                f"of shape (n, ...) with the mask's n (mask shape {mask.shape})",
+                leaf,
+                "Give per-example values, examples on the leading axis, not an aggregate.",
+            )
+    return mask.shape[0]
+
+
+def wide(leaf: Array) -> Array:
+    """Return the leaf in float32 or wider."""
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def rows(leaf: Float[Array, "n ..."]) -> Float[Array, "n p"]:
+    """Return the leaf as a matrix with one row an example, in float32 or wider."""
+    return wide(leaf).reshape(leaf.shape[0], math.prod(leaf.shape[1:]))
+
+
+def squared_norms(leaves: Sequence[Array], unit: Scalar) -> Float[Array, " n"]:
+    """Return each example's squared L2 norm over all leaves, in units of `unit`.
+
+    Measured in units of the clip norm, neither a tiny nor a huge clip norm underflows. A norm
+    that overflows comes out infinite, like that of an example with an infinite entry.
+
+    Args:
+      leaves: arrays of shape (n, ...).
+      unit: a positive scalar; infinity gives zero for finite examples.
+    """
+    total = jnp.zeros(leaves[0].shape[0], wide(leaves[0]).dtype)
+    for leaf in leaves:
+        scaled = rows(leaf) / unit
+        total += jnp.sum(scaled * scaled, axis=1)
+    return total
+
+
+def weighted_sum(
+    leaf: Float[Array, "n ..."], weights: Float[Array, " n"], keep: Bool[Array, " n"]
+) -> Float[Array, "..."]:
+    """Return the sum over kept examples of weight times row, in float32 or wider.
+
+    Rows that are not kept are replaced before the contraction, since zero times NaN is NaN.
+    """
+    kept = jnp.where(keep[:, None], rows(leaf), 0)
+    total = jnp.matmul(weights.astype(kept.dtype), kept, precision="highest")
+    return total.reshape(leaf.shape[1:])
+
+
+def leaves_by_group(tree: PyTree, groups: Sequence[int]) -> list[list[Array]]:
+    """Return the leaves of each group, in tree order; `groups` labels the leaves 0, 1, ..."""
+    leaves = jax.tree.leaves(tree)
+    return [
+        [leaf for leaf, label in zip(leaves, groups, strict=True) if label == group]
+        for group in range(max(groups) + 1)
+    ]
+
+
+def group_labels(groups: PyTree, like: PyTree, name: str = "groups") -> tuple[int, ...]:
+    """Return the group of each leaf of `like` as a tuple, checked to use 0..G-1 each at least once.
+
+    Args:
+      groups: a pytree of integers with the structure of `like`, or None for one group.
+      like: the parameters, or per-example gradients.
+      name: the argument's name, for messages.
+
+    Raises:
+      ValueError: another structure, or labels that are not 0..G-1.
+    """
+    leaves, structure = jax.tree.flatten(like)
+    if groups is None:
+        return (0,) * len(leaves)
+    labels, got = jax.tree.flatten(groups)
+    remedy = "Take them from jdp.group_leaves(params, num_groups)."
+    if got != structure:
+        _check.fail(name, f"a pytree of integers with structure {structure}", got, remedy)
+    if not all(isinstance(label, int) for label in labels) or set(labels) != set(
+        range(len(set(labels)))
+    ):
+        _check.fail(name, "labels 0, 1, ..., G-1, each used", sorted(set(labels)), remedy)
+    return tuple(labels)

@@ -1,0 +1,416 @@
+"""Gradient embedding perturbation (Yu, Zhang, Chen, Liu, ICLR 2021, arXiv 2102.12677)."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from jdp import _check, _tree
+from jdp._typing import Adjacency, Key, Loss, Mask, Params, PerExample, PyTree, Scalar
+from jdp.aggregate import as_update, check_divisor, check_per_example, initial_state
+from jdp.clipping import HEADROOM, ClippedSum, Clipper
+from jdp.gradients import per_example_grad
+from jdp.noise import add_noise, adjacency_of
+from jdp.subspace import Bases, allocate_rank, lift, project, public_bases
+
+NoiseSplit = Literal["equal", "optimal"]
+PublicGradients = Callable[[Params, Key], PerExample]
+
+# |g|^2 - |Bg|^2 in float32 is off by less than this times |g|^2 (measured: 4e-7 at p = 40,000);
+# the basis's own error is measured each time and added.
+MARGIN = 1e-5
+_START = 2**32 - 1  # folded in for the first bases: no step's number
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SubspaceSum(ClippedSum):
+    """Sums of clipped embeddings and, unless biased, of clipped residuals."""
+
+    bases: Bases = dataclasses.field(kw_only=True)
+
+    def combine(self, parts: tuple[PyTree, ...]) -> PyTree:
+        """Return B^T (embedding) + residual, like the parameters; the bases are public."""
+        embedding, *residual = parts
+        lifted = lift(self.bases, embedding)
+        return jax.tree.map(jnp.add, lifted, residual[0]) if residual else lifted
+
+
+def clip_in_subspace(
+    bases: Bases,
+    clip_norms: tuple[Scalar, Scalar | None],
+    *,
+    noise_split: NoiseSplit = "equal",
+    joint_clip: bool = False,
+) -> Clipper:
+    r"""The clipper of GEP: split $g_i$ into embedding $w_i = B g_i$ and residual $r_i$, clip both.
+
+    $$ \Big(\sum_i w_i \min(1, S_1/|w_i|),\quad \sum_i r_i \min(1, S_2/|r_i|)\Big),
+       \qquad r_i = g_i - B^\top w_i $$
+
+    (Yu et al. 2021, Algorithm 2.) Residuals are never written out: their norm comes from
+    $|r|^2 = |g|^2 - |w|^2$, raised by a margin of $(10^{-5} + |BB^\top - I|_F)\,|g|^2$ that covers
+    rounding and imperfect bases, and their sum is $\sum c_i g_i - B^\top \sum c_i w_i$.
+
+    **Guarantee.** The two sums change by at most $S_1$ and $S_2$. With noise scales
+    $(a_1 S_1, a_2 S_2)$, $1/a_1^2 + 1/a_2^2 = 1$, the joint L2 sensitivity is 1 in these units
+    (zero-out, add-or-remove; 2 under replace-one): one Gaussian, one event. `equal` is the paper's
+    $a_1 = a_2 = \sqrt 2$. With `joint_clip` the pair $(w_i/S_1, r_i/S_2)$ is clipped to norm 1 as a
+    whole, and the scales are $(S_1, S_2)$. The bases must be a function of public data and of
+    released values only.
+
+    Args:
+      bases: from `jdp.subspace.public_bases`.
+      clip_norms: (S1, S2), > 0. S2 = None leaves the residual out: the biased B-GEP, one part,
+        scale S1. May be traced.
+      noise_split: "equal", or "optimal": the a's that minimise the total noise
+        $a_1^2 S_1^2 k + a_2^2 S_2^2 p$ (a sound extension, not in the paper).
+      joint_clip: clip the pair jointly (a sound extension, not in the paper).
+
+    Returns:
+      A clipper, as `jdp.clip_by_norm`.
+
+    Raises:
+      TypeError: `clip_norms` is no pair of numbers or floating scalars.
+      ValueError: a clip norm is not positive, or `noise_split` is unknown.
+
+    >>> import jax.numpy as jnp, jdp
+    >>> from jdp.subspace import bases_from_rows
+    >>> gradients = jnp.array([[30.0, 40.0, 0.0]])
+    >>> bases = bases_from_rows([jnp.eye(3)[:1]], gradients, groups=(0,))
+    >>> clipped = jdp.clip_in_subspace(bases, (5.0, 1.0))(gradients, jnp.array([True]))
+    >>> [part.round(2).tolist() for part in (clipped.parts[0][0], clipped.parts[1])]
+    [[5.0], [0.0, 1.0, 0.0]]
+    """
+    if not isinstance(clip_norms, tuple) or len(clip_norms) != 2:
+        _check.fail("clip_norms", "a pair (S1, S2)", clip_norms, "Try (10.0, 2.0).", TypeError)
+    s1, s2 = clip_norms
+    _check.clip_norm("clip_norms[0]", s1)
+    if s2 is not None:
+        _check.clip_norm("clip_norms[1]", s2)
+    _check.choice("noise_split", noise_split, ("equal", "optimal"))
+
+    def clipper(per_example: PerExample, mask: Mask) -> SubspaceSum:
+        _tree.num_examples(per_example, mask)
+        leaves, structure = jax.tree.flatten(per_example)
+        embeddings = project(bases, per_example)
+        w2 = _tree.squared_norms(embeddings, s1)
+        if s2 is None:
+            keep = mask & jnp.isfinite(w2)
+            embedding = _clipped(embeddings, _shrink(w2), keep)
+            return SubspaceSum((embedding,), (s1,), bases=bases)
+        g2 = _tree.squared_norms(leaves, s2)
+        w2_in_s2 = _tree.squared_norms(embeddings, s2)
+        r2 = jnp.maximum(g2 - w2_in_s2, 0) + (MARGIN + bases.error) * g2
+        keep = mask & jnp.isfinite(w2) & jnp.isfinite(w2_in_s2) & jnp.isfinite(r2)
+        if joint_clip:
+            a = c = _shrink(w2 + r2)
+            scales = (s1, s2)
+        else:
+            a, c = _shrink(w2), _shrink(r2)
+            k = sum(embedding.shape[1] for embedding in embeddings)
+            p = sum(leaf[0].size for leaf in jax.tree.leaves(bases.rows))
+            a1, a2 = _split(s1 * math.sqrt(k), s2 * math.sqrt(p), noise_split)
+            scales = (a1 * s1, a2 * s2)
+        shadow = lift(bases, _clipped(embeddings, c, keep))
+        residual = [
+            _tree.weighted_sum(leaf, jnp.where(keep, c, 0), keep) - inside
+            for leaf, inside in zip(leaves, jax.tree.leaves(shadow), strict=True)
+        ]
+        parts = (_clipped(embeddings, a, keep), jax.tree.unflatten(structure, residual))
+        return SubspaceSum(parts, scales, bases=bases)
+
+    return clipper
+
+
+def _shrink(square: Float[Array, " n"]) -> Float[Array, " n"]:
+    return jnp.minimum(1, HEADROOM / jnp.sqrt(square))
+
+
+def _clipped(
+    embeddings: tuple[Float[Array, "n k_g"], ...], factors: Float[Array, " n"], keep: Array
+) -> tuple[Float[Array, " k_g"], ...]:
+    factors = jnp.where(keep, factors, 0)
+    return tuple(_tree.weighted_sum(embedding, factors, keep) for embedding in embeddings)
+
+
+def _split(a: Scalar, d: Scalar, noise_split: NoiseSplit) -> tuple[Scalar, Scalar]:
+    """Return the a's of the two parts; `a`, `d` are clip norm times root of dimension."""
+    if noise_split == "equal":
+        return math.sqrt(2), math.sqrt(2)
+    return ((a + d) / a) ** 0.5, ((a + d) / d) ** 0.5
+
+
+def random_label_gradients(
+    loss: Loss,
+    images: Array,
+    *,
+    num_classes: int,
+    microbatch_size: int | None = None,
+) -> PublicGradients:
+    """Return the paper's anchors: gradients of public images under fresh uniform random labels.
+
+    (Yu et al. 2021, section 3.3.) Labels of the public images are not needed; random ones also
+    keep the anchor gradients from vanishing as training goes on.
+
+    Args:
+      loss: `loss(params, (image, label)) -> scalar` for one example, as in
+        `jdp.per_example_grad`; the label is an int32 scalar.
+      images: (m, ...) PUBLIC inputs.
+      num_classes: labels are drawn from 0..num_classes-1.
+      microbatch_size: how many gradients to compute at a time; all by default.
+
+    Returns:
+      `(params, key) -> gradients`, leaves of shape (m, ...).
+
+    Raises:
+      TypeError: `num_classes` or `microbatch_size` is not an integer.
+      ValueError: they are out of range, or there is no image.
+
+    >>> import jax, jax.numpy as jnp, jdp
+    >>> loss = lambda w, example: w @ example[0] * (example[1] - 0.5)
+    >>> anchors = jdp.random_label_gradients(loss, jnp.eye(2), num_classes=2)
+    >>> anchors(jnp.zeros(2), jax.random.key(0)).shape
+    (2, 2)
+    """
+    _check.integer("num_classes", num_classes, at_least=2, remedy="Labels need two classes.")
+    if microbatch_size is not None:
+        _check.integer("microbatch_size", microbatch_size, at_least=1, remedy="Or None.")
+    if jnp.ndim(images) < 1 or jnp.shape(images)[0] == 0:
+        _check.fail("images", "of shape (m, ...), m >= 1", images, "Give public images.")
+    images = jnp.asarray(images)
+    gradients = per_example_grad(loss)
+
+    def anchors(params: Params, key: Key) -> PerExample:
+        labels = jax.random.randint(key, images.shape[:1], 0, num_classes)
+        if microbatch_size is None:
+            return gradients(params, (images, labels))
+        one = lambda example: jax.tree.map(  # noqa: E731
+            lambda leaf: leaf[0], gradients(params, jax.tree.map(lambda x: x[None], example))
+        )
+        return jax.lax.map(one, (images, labels), batch_size=microbatch_size)
+
+    return anchors
+
+
+class SubspaceState(NamedTuple):
+    """The state of GEP: a SECRET key, the step, and the current (public) bases."""
+
+    key: Key
+    step: Int[Array, ""]
+    bases: Bases
+
+
+def gep(
+    *,
+    rank: int,
+    clip_norms: tuple[Scalar, Scalar | None],
+    noise_multiplier: Scalar,
+    batch_size: float,
+    key: Key,
+    public_gradients: PublicGradients,
+    groups: PyTree | None = None,
+    refresh_every: int = 1,
+    power_iterations: int = 1,
+    warm_start: bool = False,
+    noise_split: NoiseSplit = "equal",
+    joint_clip: bool = False,
+    adjacency: Adjacency | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Gradient embedding perturbation (Yu et al. 2021): less noise where public data can tell.
+
+    Every `refresh_every` steps a subspace is found by power iteration on public gradients at the
+    current parameters. Private gradients are split into embedding and residual, clipped
+    separately (`jdp.clip_in_subspace`), noised and put together again:
+    $v = \frac{1}{B}(B^\top \tilde w + \tilde r)$, unbiased but for clipping.
+
+    **Guarantee.** Each update is ONE Gaussian mechanism of noise multiplier z on the batch. In the
+    paper's terms $\sigma_1 = \sigma_2 = \sqrt 2 z$; the factor is inside, so pass
+    `plan.noise_multiplier` as it is. Event as for `jdp.privatize`. `public_gradients` must see
+    public data only.
+
+    Args:
+      rank: k, the total number of basis vectors over all groups.
+      clip_norms: (S1, S2) for embeddings and residuals; the paper uses 10 and 2. With S2 = None
+        residuals are left out: see `jdp.biased_gep`.
+      noise_multiplier: z >= 0, the joint one. May be traced.
+      batch_size: the expected batch size, public.
+      key: one typed, secret PRNG key.
+      public_gradients: `(params, key) -> per-example gradients` of public data, for example
+        `jdp.random_label_gradients(...)`.
+      groups: labels like the parameters, each group with a basis of its own and a share of the
+        rank in proportion to the root of its size (`jdp.group_leaves(params, 5)`); one group by
+        default.
+      refresh_every: steps between new bases; the paper uses 1.
+      power_iterations: the paper uses 1.
+      warm_start: start the power iteration from the last bases.
+      noise_split: as in `jdp.clip_in_subspace`.
+      joint_clip: as in `jdp.clip_in_subspace`.
+      adjacency: as in `jdp.add_noise`.
+
+    Returns:
+      An optax transformation: `update(per_example, state, params, mask=mask)`.
+
+    Raises:
+      TypeError, ValueError: as in `jdp.dp_aggregate`, or for a number out of range.
+
+    >>> import jax, jax.numpy as jnp, jdp
+    >>> loss = lambda w, example: 0.5 * (w @ example[0] - example[1]) ** 2
+    >>> anchors = jdp.random_label_gradients(loss, jnp.eye(3), num_classes=2)
+    >>> tx = jdp.gep(rank=2, clip_norms=(1.0, 0.2), noise_multiplier=0.0, batch_size=2,
+    ...              key=jax.random.key(0), public_gradients=anchors)
+    >>> params, batch = jnp.zeros(3), (jnp.eye(3)[:2], jnp.array([0.1, 0.1]))
+    >>> gradients = jdp.per_example_grad(loss)(params, batch)
+    >>> mask = jnp.array([True, True])
+    >>> updates, _ = tx.update(gradients, tx.init(params), params, mask=mask)
+    >>> print(updates.round(3))
+    [-0.05 -0.05  0.  ]
+    """
+    _check.noise_multiplier(noise_multiplier)
+    check_divisor(batch_size)
+    _check.typed_key("key", key)
+    adjacency_of(noise_multiplier, adjacency)
+    _check.integer("rank", rank, at_least=1, remedy="It is the dimension of the subspace.")
+    _check.integer("refresh_every", refresh_every, at_least=1, remedy="The paper uses 1.")
+    _check.integer("power_iterations", power_iterations, at_least=1, remedy="The paper uses 1.")
+    if not callable(public_gradients):
+        _check.fail(
+            "public_gradients",
+            "a function (params, key) -> per-example gradients",
+            public_gradients,
+            "Make it with jdp.random_label_gradients(loss, public_images, num_classes=...).",
+            TypeError,
+        )
+
+    def init_fn(params: Params) -> SubspaceState:
+        labels = _tree.group_labels(groups, params)
+        anchors = jax.eval_shape(public_gradients, params, key)
+        check_per_example(params, anchors)
+        num_anchors = jax.tree.leaves(anchors)[0].shape[0]
+        sizes = [
+            sum(leaf.size for leaf in leaves) for leaves in _tree.leaves_by_group(params, labels)
+        ]
+        ranks = allocate_rank(rank, sizes, num_anchors)
+        leaves, structure = jax.tree.flatten(params)
+        start_keys = jax.random.split(jax.random.fold_in(key, _START), len(leaves))
+        start = [
+            jax.random.normal(leaf_key, (ranks[label], *jnp.shape(leaf)), jnp.float32)
+            for leaf_key, leaf, label in zip(start_keys, leaves, labels, strict=True)
+        ]
+        # Not orthonormal, hence the infinite error; step 0 always refreshes.
+        error = jnp.asarray(jnp.inf, jnp.float32)
+        return SubspaceState(
+            *initial_state(key), Bases(jax.tree.unflatten(structure, start), error, labels)
+        )
+
+    def update_fn(
+        updates: PerExample,
+        state: SubspaceState,
+        params: Params | None = None,
+        *,
+        mask: Mask,
+        **extra,
+    ):
+        del extra
+        check_per_example(params, updates)
+        noise_key, label_key, sketch_key = jax.random.split(
+            jax.random.fold_in(state.key, state.step), 3
+        )
+        old = state.bases
+        ranks = {
+            label: rows.shape[0]
+            for label, rows in zip(old.groups, jax.tree.leaves(old.rows), strict=True)
+        }
+
+        def refresh() -> Bases:
+            return public_bases(
+                sketch_key,
+                public_gradients(params, label_key),
+                [ranks[group] for group in sorted(ranks)],
+                old.groups,
+                iterations=power_iterations,
+                start=old if warm_start else None,
+            )
+
+        if refresh_every == 1:
+            bases = refresh()
+        else:
+            bases = jax.lax.cond(state.step % refresh_every == 0, refresh, lambda: old)
+        clipper = clip_in_subspace(
+            bases, clip_norms, noise_split=noise_split, joint_clip=joint_clip
+        )
+        estimate = add_noise(
+            noise_key, clipper(updates, mask), noise_multiplier, adjacency=adjacency
+        )
+        update = as_update(estimate, params, batch_size)
+        return update, SubspaceState(state.key, state.step + 1, bases)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def biased_gep(
+    *,
+    rank: int,
+    clip_norm: float,
+    noise_multiplier: Scalar,
+    batch_size: float,
+    key: Key,
+    public_gradients: PublicGradients,
+    groups: PyTree | None = None,
+    refresh_every: int = 1,
+    power_iterations: int = 1,
+    warm_start: bool = False,
+    adjacency: Adjacency | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""B-GEP (Yu et al. 2021): only the embedding is released, $v = \frac{1}{B} B^\top \tilde w$.
+
+    Biased, since the residual is dropped, but noise is k-dimensional and all of the budget goes to
+    the embedding ($\sigma_1 = z$).
+
+    **Guarantee.** As `jdp.gep`: one Gaussian of noise multiplier z a step.
+
+    Args:
+      rank: as in `jdp.gep`.
+      clip_norm: S1, for embeddings.
+      noise_multiplier: as in `jdp.gep`.
+      batch_size: as in `jdp.gep`.
+      key: as in `jdp.gep`.
+      public_gradients: as in `jdp.gep`.
+      groups: as in `jdp.gep`.
+      refresh_every: as in `jdp.gep`.
+      power_iterations: as in `jdp.gep`.
+      warm_start: as in `jdp.gep`.
+      adjacency: as in `jdp.add_noise`.
+
+    Returns:
+      An optax transformation: `update(per_example, state, params, mask=mask)`.
+
+    Raises:
+      TypeError, ValueError: as in `jdp.gep`.
+
+    >>> import jax, jax.numpy as jnp, jdp
+    >>> loss = lambda w, example: 0.5 * (w @ example[0] - example[1]) ** 2
+    >>> anchors = jdp.random_label_gradients(loss, jnp.eye(3), num_classes=2)
+    >>> tx = jdp.biased_gep(rank=2, clip_norm=1.0, noise_multiplier=0.0, batch_size=2,
+    ...                     key=jax.random.key(0), public_gradients=anchors)
+    >>> tx.init(jnp.zeros(3)).bases.rows.shape
+    (2, 3)
+    """
+    return gep(
+        clip_norms=(clip_norm, None),
+        rank=rank,
+        noise_multiplier=noise_multiplier,
+        batch_size=batch_size,
+        key=key,
+        public_gradients=public_gradients,
+        groups=groups,
+        refresh_every=refresh_every,
+        power_iterations=power_iterations,
+        warm_start=warm_start,
+        adjacency=adjacency,
+    )

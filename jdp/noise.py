@@ -1,0 +1,135 @@
+"""The trusted core, second half: the only place in jdp where noise is drawn."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jdp import _check
+from jdp._typing import Adjacency, Key, PyTree, Scalar
+from jdp.clipping import ClippedSum
+
+
+def secure_key() -> Key:
+    """Return a PRNG key made from the operating system's entropy.
+
+    `jax.random.key(seed)` keeps 32 bits of an integer seed, few enough to try them all. This key
+    has all the bits that the implementation holds (64 for threefry), drawn from `os.urandom`.
+    Draw one for the noise and ANOTHER for sampling: amplification fails if the sample is known.
+
+    Returns:
+      A typed key of JAX's default implementation, shape ().
+
+    >>> import jdp
+    >>> jdp.secure_key().shape
+    ()
+    """
+    data = jax.eval_shape(jax.random.key_data, jax.eval_shape(jax.random.key, 0))
+    entropy = np.frombuffer(os.urandom(4 * data.size), np.uint32).reshape(data.shape)
+    return jax.random.wrap_key_data(jnp.asarray(entropy))
+
+
+def _gaussian(
+    key: Key, leaf: Float[Array, "..."], noise_multiplier: Scalar, scale: Scalar
+) -> Float[Array, "..."]:
+    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    # Zero times an infinite scale (an unclipped sum) means no noise. Anything else that is not
+    # finite stays so: NaN noise destroys the release, which is safe.
+    std = jnp.where(noise_multiplier == 0, 0, noise_multiplier * scale).astype(dtype)
+    return std * jax.random.normal(key, leaf.shape, dtype)
+
+
+def add_noise(
+    key: Key,
+    clipped_sum: ClippedSum,
+    noise_multiplier: Scalar,
+    *,
+    adjacency: Adjacency | None = None,
+) -> PyTree:
+    r"""Release a clipped sum through the Gaussian mechanism: part i plus $z\,a\,s_i\,N(0, I)$.
+
+    **Guarantee.** With the sum's noise scales $s_i$ the release is ONE Gaussian mechanism of noise
+    multiplier z (standard deviation over joint L2 sensitivity) under the declared adjacency: event
+    `GaussianDpEvent(z)`, whatever the number of parts. The factor a is 1 for zero-out and
+    add-or-remove; under replace-one it is 2 (sqrt 2 for one-hot votes). What is returned is
+    post-processing of the noised parts (Dwork et al. 2006; Balle and Wang 2018 for the exact
+    curve). Use each key once. Noise is float32 (or wider), independent over leaves and parts.
+
+    Args:
+      key: one typed PRNG key, secret (`jdp.secure_key()`), never used before.
+      clipped_sum: what a clipper returned.
+      noise_multiplier: z >= 0, usually `plan.noise_multiplier`; 0 adds nothing and is not private.
+        May be traced.
+      adjacency: "zero-out", "add-remove" or "replace-one". By default that of
+        `noise_multiplier`, if a plan or calibration made it, else "zero-out".
+
+    Returns:
+      The estimate of the sum, shaped like one contribution. Not divided by anything.
+
+    Raises:
+      TypeError: `key` is no typed key, `clipped_sum` no ClippedSum, or a number has another type.
+      ValueError: z is negative or NaN, z > 0 with an infinite clip norm, or `adjacency` is unknown
+        or differs from the one that `noise_multiplier` was calibrated for.
+
+    >>> import jax, jax.numpy as jnp, jdp
+    >>> clipped = jdp.clip_by_norm(1.0)(jnp.ones((3, 2)), jnp.array([True, True, False]))
+    >>> print(jdp.add_noise(jax.random.key(0), clipped, 0.0).round(3))
+    [1.414 1.414]
+    """
+    _check.typed_key("key", key)
+    if not isinstance(clipped_sum, ClippedSum):
+        _check.fail(
+            "clipped_sum",
+            "a ClippedSum",
+            type(clipped_sum).__name__,
+            "Make one with a clipper, e.g. jdp.clipped_grad(loss, jdp.clip_by_norm(1.0)), or use "
+            "jdp.dp_aggregate, which takes per-example gradients.",
+            TypeError,
+        )
+    _check.noise_multiplier(noise_multiplier)
+    replace_one = adjacency_of(noise_multiplier, adjacency) == "replace-one"
+    factor = clipped_sum.replace_one_factor if replace_one else 1.0
+    known = _check.is_static_number
+    for scale in clipped_sum.noise_scales:
+        if known(scale) and np.isinf(scale) and known(noise_multiplier) and noise_multiplier > 0:
+            _check.fail(
+                "clip_norm",
+                "finite when noise_multiplier > 0",
+                scale,
+                "Noise is proportional to the clip norm; choose a finite one.",
+            )
+    scales = [
+        factor * scale
+        for part, scale in zip(clipped_sum.parts, clipped_sum.noise_scales, strict=True)
+        for _ in jax.tree.leaves(part)
+    ]
+    leaves, structure = jax.tree.flatten(clipped_sum.parts)
+    noised = [
+        leaf + _gaussian(leaf_key, leaf, noise_multiplier, scale)
+        for leaf_key, leaf, scale in zip(
+            jax.random.split(key, len(leaves)), leaves, scales, strict=True
+        )
+    ]
+    return clipped_sum.combine(jax.tree.unflatten(structure, noised))
+
+
+def adjacency_of(noise_multiplier: Scalar, adjacency: Adjacency | None) -> Adjacency:
+    """Return the adjacency to use, given the one asked for and the one the multiplier carries.
+
+    Raises:
+      ValueError: they differ, or the one asked for is unknown.
+    """
+    carried = getattr(noise_multiplier, "adjacency", None)
+    if adjacency is None:
+        return carried or "zero-out"
+    _check.choice("adjacency", adjacency, ("zero-out", "add-remove", "replace-one"))
+    if carried not in (None, adjacency):
+        _check.fail(
+            "adjacency",
+            f"{carried!r}, which noise_multiplier was calibrated for",
+            adjacency,
+            "Leave it out, or calibrate for the adjacency that you want.",
+        )
+    return adjacency

@@ -1,0 +1,306 @@
+"""Low-dimensional subspaces of gradients, from PUBLIC gradients only."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jdp import _check, _tree
+from jdp._typing import Key, Params, PerExample, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bases:
+    """Orthonormal rows spanning a subspace for each group of parameters.
+
+    Attributes:
+      rows: like the parameters, with leaves of shape (k_g, *parameter shape) for group g; the
+        leaves of one group, flattened and put side by side, are B_g of shape (k_g, p_g).
+      error: the Frobenius norm of B B^T - I over all groups, measured, not assumed.
+      groups: the group of each leaf, in tree order.
+    """
+
+    rows: PyTree
+    error: Float[Array, ""]
+    groups: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+def _by_group(tree: PyTree, groups: Sequence[int]) -> list[Float[Array, "rows p_g"]]:
+    return [
+        jnp.concatenate([_tree.rows(leaf) for leaf in leaves], axis=1)
+        for leaves in _tree.leaves_by_group(tree, groups)
+    ]
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision="highest")
+
+
+def project(bases: Bases, per_example: PerExample) -> tuple[Float[Array, "n k_g"], ...]:
+    """Return the coordinates B_g g_i of every example in every group's subspace.
+
+    Args:
+      bases: k_g rows for each group.
+      per_example: leaves of shape (n, ...).
+    """
+    coordinates: dict[int, Array] = {}
+    for leaf, rows, group in zip(
+        jax.tree.leaves(per_example), jax.tree.leaves(bases.rows), bases.groups, strict=True
+    ):
+        part = _matmul(_tree.rows(leaf), _tree.rows(rows).T)
+        coordinates[group] = coordinates[group] + part if group in coordinates else part
+    return tuple(coordinates[group] for group in sorted(coordinates))
+
+
+def lift(bases: Bases, coordinates: Sequence[Float[Array, " k_g"]]) -> PyTree:
+    """Return B^T w, shaped like the parameters: the vector with these coordinates."""
+    leaves, structure = jax.tree.flatten(bases.rows)
+    return jax.tree.unflatten(
+        structure,
+        [
+            jnp.tensordot(coordinates[group], rows, axes=1, precision="highest")
+            for rows, group in zip(leaves, bases.groups, strict=True)
+        ],
+    )
+
+
+def _gram_error(rows: Float[Array, "k p"]) -> Float[Array, ""]:
+    return jnp.linalg.norm(_matmul(rows, rows.T) - jnp.eye(rows.shape[0], dtype=rows.dtype))
+
+
+def orthonormalize(key: Key, rows: Float[Array, "k p"]) -> Float[Array, "k p"]:
+    """Return orthonormal rows with the span of `rows`, completed at random where it is deficient.
+
+    Shifted Cholesky QR (Fukaya et al. 2020), whose cost is matrix products. Rows are normalised,
+    and a random matrix at rounding level is added: then even a rank-deficient or zero matrix has
+    full rank, and each shifted pass enlarges its small directions about a thousandfold. The result
+    is checked, and Householder QR takes over if it is off by more than 1e-4.
+
+    Args:
+      key: a typed key; it decides the completion only.
+      rows: float32, k <= p. Rows that are not finite are treated as zero.
+    """
+    k, p = rows.shape
+    norms = jnp.linalg.norm(rows, axis=1, keepdims=True)
+    usable = jnp.isfinite(norms) & (norms > 0)
+    unit = jnp.where(usable, rows / jnp.where(usable, norms, 1), 0)
+    full = unit + 1e-7 / p**0.5 * jax.random.normal(key, rows.shape, rows.dtype)
+    result, eye = full, jnp.eye(k, dtype=rows.dtype)
+    for shift in (1e-6, 1e-6, 1e-6, 0.0):
+        gram = _matmul(result, result.T)
+        factor = jnp.linalg.cholesky(gram + shift * jnp.trace(gram) * eye)
+        inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
+        result = _matmul(inverse, result)
+    return jax.lax.cond(
+        _gram_error(result) < 1e-4,
+        lambda: result,
+        lambda: jnp.linalg.qr(full.T)[0].T,
+    )
+
+
+def power_iteration(
+    key: Key,
+    anchors: Float[Array, "m p"],
+    rank: int,
+    *,
+    iterations: int = 1,
+    start: Float[Array, "k p"] | None = None,
+) -> Float[Array, "k p"]:
+    """Return orthonormal rows near the span of the top right singular vectors of `anchors`.
+
+    Block power iteration, `Q <- orthonormalize(Q A^T A)` from a Gaussian start (Yu et al. 2021,
+    Algorithm 1). Orthonormal to about 1e-5 in Frobenius norm also for ill-conditioned, rank-
+    deficient or zero anchors, whose missing directions are filled in at random.
+
+    **Guarantee.** None needed: the anchors must be PUBLIC (gradients of public data at released
+    parameters), and then the result is free of privacy cost.
+
+    Args:
+      key: a typed key.
+      anchors: A, m public gradients of p entries; rows that are not finite count as zero.
+      rank: k, at most p.
+      iterations: how many times to multiply; the paper uses 1.
+      start: k rows to start from instead of Gaussian ones, for example the last result.
+
+    Raises:
+      TypeError: the key is no typed key, or a number is not an integer.
+      ValueError: `anchors` is no matrix, or rank or iterations are out of range.
+
+    >>> import jax, jax.numpy as jnp, jdp
+    >>> anchors = jnp.array([[3.0, 0.0, 0.0], [0.0, 0.0, 0.1]])
+    >>> basis = jdp.power_iteration(jax.random.key(0), anchors, 1, iterations=3)
+    >>> print(jnp.abs(basis).round(2))
+    [[1. 0. 0.]]
+    """
+    _check.typed_key("key", key)
+    if jnp.ndim(anchors) != 2:
+        _check.fail("anchors", "a matrix (m, p)", anchors, "Give one public gradient a row.")
+    p = anchors.shape[1]
+    _check.integer(
+        "rank", rank, at_least=1, at_most=p, remedy="A basis has at most p orthonormal rows."
+    )
+    _check.integer("iterations", iterations, at_least=1, remedy="The paper uses 1.")
+    anchors = _tree.wide(anchors)
+    finite = jnp.all(jnp.isfinite(anchors), axis=1, keepdims=True)
+    anchors = jnp.where(finite, anchors, 0)
+    # The scale is public and cancels; without it squares of small gradients would underflow.
+    largest = jnp.max(jnp.abs(anchors))
+    anchors = anchors / jnp.where(largest > 0, largest, 1)
+    keys = jax.random.split(key, iterations + 1)
+    rows = jax.random.normal(keys[0], (rank, p), anchors.dtype) if start is None else start
+    for step_key in keys[1:]:
+        rows = orthonormalize(step_key, _matmul(_matmul(rows, anchors.T), anchors))
+    return rows
+
+
+def public_bases(
+    key: Key,
+    anchors: PerExample,
+    ranks: Sequence[int],
+    groups: Sequence[int],
+    *,
+    iterations: int = 1,
+    start: Bases | None = None,
+) -> Bases:
+    """Return one power-iteration basis for each group of parameters.
+
+    Args:
+      key: a typed key.
+      anchors: per-example gradients of PUBLIC data, leaves of shape (m, ...).
+      ranks: k_g for each group.
+      groups: the group of each leaf, in tree order.
+      iterations: as in `power_iteration`.
+      start: bases to start from (a warm start).
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jdp.subspace import public_bases
+    >>> anchors = {"b": jnp.ones((4, 2)), "w": jnp.ones((4, 3))}
+    >>> bases = public_bases(jax.random.key(0), anchors, ranks=(1, 2), groups=(0, 1))
+    >>> bases.rows["w"].shape, bool(bases.error < 1e-5)
+    ((2, 3), True)
+    """
+    matrices = _by_group(anchors, groups)
+    starts = [None] * len(matrices) if start is None else _by_group(start.rows, groups)
+    rows = [
+        power_iteration(group_key, matrix, rank, iterations=iterations, start=first)
+        for group_key, matrix, rank, first in zip(
+            jax.random.split(key, len(matrices)), matrices, ranks, starts, strict=True
+        )
+    ]
+    return bases_from_rows(rows, anchors, groups)
+
+
+def bases_from_rows(
+    rows: Sequence[Float[Array, "k_g p_g"]], like: PerExample, groups: Sequence[int]
+) -> Bases:
+    """Return `Bases` of these matrices, with their error measured.
+
+    Args:
+      rows: B_g for each group, the leaves of the group flattened and side by side.
+      like: a pytree with leaves of shape (any, *parameter shape).
+      groups: the group of each leaf, in tree order.
+    """
+    leaves, structure = jax.tree.flatten(like)
+    used = [0] * len(rows)
+    split = []
+    for leaf, group in zip(leaves, groups, strict=True):
+        matrix, first = rows[group], used[group]
+        used[group] += math.prod(leaf.shape[1:])
+        split.append(matrix[:, first : used[group]].reshape(-1, *leaf.shape[1:]))
+    error = jnp.linalg.norm(jnp.stack([_gram_error(matrix) for matrix in rows]))
+    return Bases(jax.tree.unflatten(structure, split), error, tuple(groups))
+
+
+def group_leaves(params: Params, num_groups: int) -> PyTree:
+    """Return labels 0..G-1 that share out the parameters, whole layers at a time.
+
+    Layers (leaves with the same parent) are taken in natural order and cut into G consecutive
+    groups so that the sum of squared group sizes, which GEP's time and memory follow, is least.
+
+    Args:
+      params: any pytree of arrays.
+      num_groups: G, at most the number of layers. The paper uses 5.
+
+    Returns:
+      A pytree of integers like `params`.
+
+    Raises:
+      TypeError: `num_groups` is not an integer.
+      ValueError: it is not between 1 and the number of layers.
+
+    >>> import jax.numpy as jnp, jdp
+    >>> layer = {"bias": jnp.zeros(2), "kernel": jnp.zeros((2, 2))}
+    >>> jdp.group_leaves({"layer1": layer, "layer2": layer}, 2)
+    {'layer1': {'bias': 0, 'kernel': 0}, 'layer2': {'bias': 1, 'kernel': 1}}
+    """
+    paths, structure = jax.tree.flatten_with_path(params)
+    parents = [jax.tree_util.keystr(path[:-1]) if len(path) > 1 else str(path) for path, _ in paths]
+    sizes: dict[str, int] = {}
+    for parent, (_, leaf) in zip(parents, paths, strict=True):
+        sizes[parent] = sizes.get(parent, 0) + jnp.size(leaf)
+    layers = sorted(
+        sizes, key=lambda name: [(len(part), part) for part in re.split(r"(\d+)", name)]
+    )
+    _check.integer(
+        "num_groups",
+        num_groups,
+        at_least=1,
+        at_most=len(layers),
+        remedy="Layers are not cut; use at most one group for each.",
+    )
+    ends = [0, *itertools.accumulate(sizes[layer] for layer in layers)]
+    # best[j] = (cost, cuts) of the first j layers in the current number of groups.
+    best = {j: (ends[j] ** 2, (0,)) for j in range(1, len(layers) + 1)}
+    for count in range(2, num_groups + 1):
+        best = {
+            j: min(
+                (best[i][0] + (ends[j] - ends[i]) ** 2, (*best[i][1], i))
+                for i in range(count - 1, j)
+            )
+            for j in range(count, len(layers) + 1)
+        }
+    cuts = best[len(layers)][1]
+    label = {layer: sum(cut <= index for cut in cuts) - 1 for index, layer in enumerate(layers)}
+    return jax.tree.unflatten(structure, [label[parent] for parent in parents])
+
+
+def allocate_rank(
+    rank: int, group_sizes: Sequence[int], num_anchors: int | None = None
+) -> tuple[int, ...]:
+    r"""Share out a total rank by $k_g = \lfloor k \sqrt{p_g} / \sum_h \sqrt{p_h} \rfloor$.
+
+    Yu et al. 2021, section 3.1; then $k_g \le \min(p_g, m)$ and at least 1.
+
+    Args:
+      rank: the total k.
+      group_sizes: the number of parameters p_g in each group.
+      num_anchors: m; more directions than anchors carry noise only. Unlimited by default.
+
+    Raises:
+      TypeError: a number is not an integer.
+      ValueError: the rank is less than the number of groups.
+
+    >>> import jdp
+    >>> jdp.allocate_rank(1000, (432, 13_824, 50_688, 202_752, 650), 2000)
+    (24, 140, 268, 536, 30)
+    """
+    sizes = [
+        _check.integer("group_sizes", size, at_least=1, remedy="Give parameters per group.")
+        for size in group_sizes
+    ]
+    _check.integer(
+        "rank", rank, at_least=len(sizes), remedy="Every group needs one direction at least."
+    )
+    limit = rank if num_anchors is None else num_anchors
+    _check.integer("num_anchors", limit, at_least=1, remedy="Give the number of public examples.")
+    roots = [size**0.5 for size in sizes]
+    return tuple(
+        max(1, min(int(rank * root / sum(roots)), size, limit))
+        for root, size in zip(roots, sizes, strict=True)
+    )
