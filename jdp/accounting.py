@@ -148,8 +148,17 @@ def privacy_spent(
         return PrivacySpent(
             _accountants.gaussian_epsilon(mu, delta), delta, adjacency, "exact", method, mu
         )
-    spend = _accountants.pld_epsilon if accountant == "pld" else _accountants.rdp_epsilon
-    epsilon_, method = spend(leaves, delta, adjacency)
+    share, spend = {
+        "pld": (0.01, _accountants.pld_epsilon),
+        "rdp": (math.inf, _accountants.rdp_epsilon),
+    }[accountant]
+    leaves, left = _accountants.untruncated(leaves, delta, share)
+    if left <= 0:
+        method = "the sample is truncated too often for this delta"
+        return PrivacySpent(math.inf, delta, adjacency, accountant, method)
+    epsilon_, method = spend(leaves, left, adjacency)
+    if left < delta:
+        method += f"; {delta - left:.1e} of delta pays for truncated samples"
     return PrivacySpent(max(epsilon_, 0.0), delta, adjacency, accountant, method, mu)
 
 
@@ -182,12 +191,34 @@ def epsilon(
     >>> round(epsilon(1.1, delta=1e-5, steps=14_062, sampling_rate=256 / 60_000), 2)
     2.38
     """
-    computed_under = getattr(noise_multiplier, "adjacency", adjacency)
-    if computed_under != adjacency:
-        remedy = f"This noise multiplier was computed under {computed_under!r}: pass that."
-        _check.fail("adjacency", repr(computed_under), adjacency, remedy)
-    event = dp_sgd_event(noise_multiplier, steps=steps, sampling_rate=sampling_rate)
+    z = under_adjacency(noise_multiplier, adjacency)
+    event = dp_sgd_event(z, steps=steps, sampling_rate=sampling_rate)
     return privacy_spent(event, delta=delta, accountant=accountant, adjacency=adjacency).epsilon
+
+
+def under_adjacency(noise_multiplier: float, adjacency: Adjacency) -> NoiseMultiplier:
+    """Declare the adjacency under which a noise multiplier is meant.
+
+    Args:
+      noise_multiplier: std / L2 sensitivity under `adjacency`, >= 0.
+      adjacency: "zero-out", "add-remove" or "replace-one".
+
+    Returns:
+      The same number, which now remembers the adjacency.
+
+    Raises:
+      ValueError: it already remembers another one.
+
+    >>> under_adjacency(1.5, "replace-one").adjacency
+    'replace-one'
+    """
+    z = float(_check.noise_multiplier(noise_multiplier))
+    _check.choice("adjacency", adjacency, _accountants.RELATIONS)
+    declared = getattr(noise_multiplier, "adjacency", adjacency)
+    if declared != adjacency:
+        remedy = f"This noise multiplier was computed under {declared!r}: pass that."
+        _check.fail("adjacency", repr(declared), adjacency, remedy)
+    return NoiseMultiplier(z, adjacency)
 
 
 def calibrate_noise_multiplier(

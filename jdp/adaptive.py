@@ -11,7 +11,13 @@ from jaxtyping import Array, Float, Int
 
 from jdp import _check, _tree, noise
 from jdp._typing import Adjacency, Key, Mask, Params, PerExample, PyTree, Scalar
-from jdp.aggregate import as_update, check_divisor, check_per_example, initial_state
+from jdp.aggregate import (
+    as_update,
+    check_divisor,
+    check_per_example,
+    initial_state,
+    transformation,
+)
 from jdp.clipping import ClippedSum, Clipper, clip_by_norm
 
 
@@ -184,4 +190,4 @@ def dp_aggregate_adaptive(
         update = as_update(total, params, batch_size)
         return update, AdaptiveState(state.key, state.step + 1, clip_norm)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(init_fn, update_fn)

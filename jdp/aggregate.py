@@ -5,7 +5,8 @@ schedules) is post-processing. Nothing may come before.
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,13 @@ class PrivateState(NamedTuple):
     step: Int[Array, ""]
 
 
+def transformation(
+    init_fn: Callable[..., Any], update_fn: Callable[..., Any]
+) -> optax.GradientTransformationExtraArgs:
+    """Pair the two functions; optax's types know neither a ClippedSum nor a required extra."""
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 def initial_state(key: Key) -> PrivateState:
     """Return the state at step 0, with a copy of the key (a donated state must not delete it)."""
     return PrivateState(jnp.copy(key), jnp.zeros((), jnp.int32))
@@ -36,7 +44,7 @@ def check_divisor(batch_size: float) -> float:
         batch_size,
         above=0,
         remedy="It is the expected batch size, the public divisor (plan.batch_size), never the "
-        "number of examples present.",
+        "number of examples present; with optax.inject_hyperparams, name it in static_args.",
     )
 
 
@@ -178,7 +186,7 @@ def privatize(
         )
         return as_update(estimate, params, batch_size), state._replace(step=state.step + 1)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(init_fn, update_fn)
 
 
 def dp_aggregate(
@@ -236,9 +244,10 @@ def dp_aggregate(
     ):
         del extra
         check_per_example(params, updates)
-        return inner.update(clipper(updates, mask), state, params)
+        clipped: Any = clipper(updates, mask)
+        return inner.update(clipped, state, params)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+    return transformation(inner.init, update_fn)
 
 
 def check_finite_clip(clip_norms: tuple[Scalar, ...], noise_multiplier: Scalar) -> None:

@@ -12,7 +12,13 @@ from jaxtyping import Array, Float, Int
 
 from jdp import _check, _tree
 from jdp._typing import Adjacency, Key, Loss, Mask, Params, PerExample, PyTree, Scalar
-from jdp.aggregate import as_update, check_divisor, check_per_example, initial_state
+from jdp.aggregate import (
+    as_update,
+    check_divisor,
+    check_per_example,
+    initial_state,
+    transformation,
+)
 from jdp.clipping import HEADROOM, ClippedSum, Clipper
 from jdp.gradients import per_example_grad
 from jdp.noise import add_noise, adjacency_of
@@ -350,7 +356,7 @@ def gep(
         update = as_update(estimate, params, batch_size)
         return update, SubspaceState(state.key, state.step + 1, bases)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(init_fn, update_fn)
 
 
 def biased_gep(
