@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -94,7 +95,7 @@ def integer(name: str, value: Any, *, at_least: int, at_most: float = math.inf, 
         expected += f" and <= {at_most:g}"
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         fail(name, expected, value, remedy, TypeError)
-    if not at_least <= value <= at_most:
+    if not at_least <= int(value) <= at_most:
         fail(name, expected, value, remedy)
     return int(value)
 
