@@ -77,35 +77,40 @@ def pld_epsilon(leaves: Leaves, delta: float, adjacency: str) -> tuple[float, st
 
 
 def rdp_epsilon(leaves: Leaves, delta: float, adjacency: str) -> tuple[float, str]:
-    """Sum Renyi divergences.
-
-    A truncated sample equals the untruncated one unless more than `capacity - 1` OTHER records were
-    drawn, which is independent of the record in question: that probability is taken off delta.
-    """
+    """Sum Renyi divergences, whose formulas take std / sensitivity, as our leaves do."""
     orders: Any = rdp_privacy_accountant.DEFAULT_RDP_ORDERS
     total: Any = np.zeros(len(orders))
     for leaf, count in leaves:
-        relation = RELATIONS["add-remove"]  # z is already std / sensitivity
-        if isinstance(leaf, dpa.SampledWithoutReplacementDpEvent):
-            relation = RELATIONS["replace-one"]  # whose theorem also takes std / sensitivity
-        elif isinstance(leaf, dpa.TruncatedSubsampledGaussianDpEvent):
-            delta -= count * float(
-                stats.binom.sf(
-                    leaf.truncated_batch_size - 1, leaf.dataset_size - 1, leaf.sampling_probability
-                )
-            )
-            leaf = dpa.PoissonSampledDpEvent(
-                leaf.sampling_probability, dpa.GaussianDpEvent(leaf.noise_multiplier)
-            )
+        fixed_size = isinstance(leaf, dpa.SampledWithoutReplacementDpEvent)
+        relation = RELATIONS["replace-one" if fixed_size else "add-remove"]
         total += RdpAccountant(orders, relation).compose(leaf, count).rdp
-    method = (
+    epsilon = rdp_privacy_accountant.compute_epsilon(orders, total, delta)[0]
+    return float(epsilon), (
         "Renyi divergences of orders 1.1 to 1024, converted by Canonne, Kamath and Steinke (2020)"
     )
-    if not leaves:
-        return 0.0, method
-    if delta <= 0:
-        return math.inf, f"{method}; the sample is truncated too often for this delta"
-    return float(rdp_privacy_accountant.compute_epsilon(orders, total, delta)[0]), method
+
+
+def untruncated(leaves: Leaves, delta: float, share: float) -> tuple[Leaves, float]:
+    """Take truncation off delta where it costs at most `share` of it.
+
+    Whether `capacity` or more of the OTHER records are drawn is independent of the record in
+    question. If not, nothing is truncated, in either of two neighbouring worlds; so with beta the
+    probability that it ever happens, (epsilon, delta - beta) of the untruncated run gives
+    (epsilon, delta) of this one.
+
+    Returns:
+      Leaves without the truncations that were taken off, and what is left of delta (maybe <= 0).
+    """
+    kept, left = [], delta
+    for leaf, count in leaves:
+        if isinstance(leaf, dpa.TruncatedSubsampledGaussianDpEvent):
+            rate, others = leaf.sampling_probability, leaf.dataset_size - 1
+            beta = count * float(stats.binom.sf(leaf.truncated_batch_size - 1, others, rate))
+            if beta <= share * delta:
+                left -= beta
+                leaf = dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(leaf.noise_multiplier))
+        kept.append((leaf, count))
+    return kept, left
 
 
 def flatten(event: Event, count: int = 1) -> Iterator[tuple[Leaf, int]]:

@@ -64,7 +64,7 @@ class PoissonSampling:
 
     num_examples: int
     sampling_rate: float
-    capacity: int = 0  # 0 means: choose
+    capacity: int = dataclasses.field(default=None)  # pyright: ignore
 
     def __post_init__(self):
         """Round the rate down to the grid and choose the capacity."""
@@ -75,7 +75,9 @@ class PoissonSampling:
         )
         rate = math.floor(self.sampling_rate * _GRID) / _GRID
         object.__setattr__(self, "sampling_rate", rate)
-        capacity = self.capacity or capacity_for(self.num_examples, rate, 1e-12)
+        capacity = self.capacity
+        if capacity is None:
+            capacity = capacity_for(self.num_examples, rate, 1e-12)
         remedy = "It bounds the rows of a batch; leave it out for a safe choice."
         _check.integer("capacity", capacity, at_least=1, at_most=self.num_examples, remedy=remedy)
         object.__setattr__(self, "capacity", capacity)

@@ -1,0 +1,157 @@
+"""The `jdp` console command: epsilon, calibrate, report."""
+
+import argparse
+import json
+import pathlib
+import sys
+from typing import get_args
+
+from jdp import accounting
+from jdp._typing import Adjacency
+
+_EXAMPLES = """examples:
+  what a run costs (60 epochs of MNIST in Poisson batches of 256):
+    jdp epsilon --noise-multiplier 1.1 --sampling-rate 0.0042667 --steps 14062 --delta 1e-5
+  the noise that keeps a run within a budget:
+    jdp calibrate --epsilon 2 --sampling-rate 0.02 --steps 2500 --delta 1e-5
+  the privacy statement of a finished run:
+    jdp report runs/gep-mnist
+
+The noise multiplier is the noise's standard deviation over the L2 sensitivity under the declared
+adjacency. The sampling rate is batch size / number of examples, and holds for Poisson sampling
+only; shuffled batches count as one step at rate 1 an epoch.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+      argv: the arguments, by default those of the process.
+
+    Returns:
+      Exit status: 0, or 2 for bad input, with one message on standard error.
+
+    >>> main("epsilon --noise-multiplier 1 --steps 1 --delta 1e-5".split())
+    epsilon 4.37718 at delta 1e-05 (zero-out)
+    exact: exact curve of the Gaussian mechanism (Balle and Wang 2018)
+    0
+    """
+    args = _parser().parse_args(argv)
+    try:
+        print(args.run(args))
+    except (ValueError, TypeError, OSError) as error:
+        print(f"jdp {args.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jdp",
+        description="Differential privacy accounting for DP-SGD and its relatives.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name, run, summary):
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            epilog=_EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        command.add_argument("--json", action="store_true", help="print JSON for programs")
+        return command
+
+    epsilon = add("epsilon", _epsilon, "what a run with a given noise multiplier costs")
+    epsilon.add_argument("--noise-multiplier", type=float, required=True, metavar="Z")
+    _add_run(epsilon)
+    calibrate = add("calibrate", _calibrate, "the least noise multiplier within a budget")
+    calibrate.add_argument("--epsilon", type=float, required=True, metavar="E")
+    _add_run(calibrate)
+    report = add("report", _report, "print the privacy statement of a finished run")
+    report.add_argument("run_dir", type=pathlib.Path, metavar="RUN_DIR")
+    return parser
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--delta", type=float, required=True, metavar="D")
+    command.add_argument("--steps", type=int, default=1, metavar="T", help="default: 1")
+    command.add_argument(
+        "--sampling-rate",
+        type=float,
+        default=1.0,
+        metavar="Q",
+        help="batch size / number of examples, for Poisson sampling (default: 1, no sampling)",
+    )
+    command.add_argument(
+        "--accountant", choices=get_args(accounting.Accountant), default="pld", help="default: pld"
+    )
+    command.add_argument(
+        "--adjacency",
+        choices=get_args(Adjacency),
+        default="zero-out",
+        help="default: zero-out",
+    )
+
+
+def _spent(args: argparse.Namespace, noise_multiplier: float) -> dict:
+    event = accounting.dp_sgd_event(
+        noise_multiplier, steps=args.steps, sampling_rate=args.sampling_rate
+    )
+    spent = accounting.privacy_spent(
+        event, delta=args.delta, accountant=args.accountant, adjacency=args.adjacency
+    )
+    return {
+        "epsilon": spent.epsilon if spent.epsilon < float("inf") else "inf",
+        "delta": spent.delta,
+        "noise_multiplier": noise_multiplier,
+        "sampling_rate": args.sampling_rate,
+        "steps": args.steps,
+        "adjacency": spent.adjacency,
+        "accountant": spent.accountant,
+        "method": spent.method,
+    }
+
+
+def _epsilon(args: argparse.Namespace) -> str:
+    found = _spent(args, args.noise_multiplier)
+    return json.dumps(found) if args.json else _describe(found)
+
+
+def _describe(found: dict) -> str:
+    cost = f"epsilon {float(found['epsilon']):.6g} at delta {found['delta']:g}"
+    return f"{cost} ({found['adjacency']})\n{found['accountant']}: {found['method']}"
+
+
+def _calibrate(args: argparse.Namespace) -> str:
+    z = accounting.calibrate_noise_multiplier(
+        args.epsilon,
+        delta=args.delta,
+        steps=args.steps,
+        sampling_rate=args.sampling_rate,
+        accountant=args.accountant,
+        adjacency=args.adjacency,
+    )
+    found = {**_spent(args, float(z)), "target_epsilon": args.epsilon}
+    if args.json:
+        return json.dumps(found)
+    return f"noise multiplier {z:.8g}\n{_describe(found)}"
+
+
+def _report(args: argparse.Namespace) -> str:
+    path = args.run_dir / ("summary.json" if args.json else "report.txt")
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no {path.name} in {args.run_dir}. Pass the folder that a finished run was told to "
+            "write with --out."
+        )
+    return path.read_text(encoding="utf-8").rstrip("\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
