@@ -5,6 +5,8 @@ See `README.md` for a first run, and each function's docstring for its guarantee
 
 import importlib.metadata
 
+from jdp import accounting as accounting
+from jdp import sampling as sampling
 from jdp import subspace as subspace
 from jdp.adaptive import dp_aggregate_adaptive as dp_aggregate_adaptive
 from jdp.aggregate import dp_aggregate as dp_aggregate
@@ -21,6 +23,8 @@ from jdp.gradients import clipped_grad as clipped_grad
 from jdp.gradients import per_example_grad as per_example_grad
 from jdp.noise import add_noise as add_noise
 from jdp.noise import secure_key as secure_key
+from jdp.planning import TrainingPlan as TrainingPlan
+from jdp.planning import plan as plan
 from jdp.subspace import allocate_rank as allocate_rank
 from jdp.subspace import group_leaves as group_leaves
 from jdp.subspace import power_iteration as power_iteration
