@@ -296,12 +296,12 @@ def calibrate_event(
     _check.delta(delta)
     low = high = _first_guess(list(_accountants.flatten(make_event(1.0))), epsilon, delta)
     step = 0.25
-    while (reached := gap(high)) > 0:
+    while gap(high) > 0:
         low, high, step = high, high + step, 2 * step
         if step > 32:
             expected = f"one that {accountant!r} can reach at delta {delta:g}"
-            remedy = f"Even a noise multiplier of {math.exp(low):.1e} spends {math.exp(reached):g} "
-            remedy += "times as much; raise epsilon or delta, or use accountant='pld'."
+            remedy = f"Even a noise multiplier of {math.exp(low):.1e} spends more than that; raise "
+            remedy += "epsilon or delta, or use the other accountant."
             _check.fail("epsilon", expected, epsilon, remedy)
     step = 0.25
     while low == high or gap(low) <= 0:
