@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,47 @@ class Setting:
         return optax.piecewise_constant_schedule(self.learning_rate, change)
 
 
+class Budget(NamedTuple):
+    """What a method may spend.
+
+    Attributes:
+      plan: a `jdp.plan` for the methods in `PLANNED`, else None.
+      epsilon_spent: of one run; None is no bound at all.
+      noise_multiplier: noise over joint sensitivity; None where no private data are used.
+      statement: the privacy statement, for a method without a plan.
+    """
+
+    plan: Any
+    epsilon_spent: float | None
+    noise_multiplier: float | None
+    statement: str
+
+
+def budget(method: str, setting: Setting, size: int, epsilon: float, delta: float) -> Budget:
+    """Find the least noise with which a method keeps (epsilon, delta) on `size` private records."""
+    if method == "non-private":
+        return Budget(None, None, 0.0, "No privacy.")
+    if method == "public-only":
+        text = "Uses no private data: epsilon 0. The labels of the public images are used."
+        return Budget(None, 0.0, None, text)
+    if method == "class-means":
+        z = jdp.accounting.calibrate_noise_multiplier(epsilon, delta=delta)
+        spent = jdp.accounting.epsilon(z, delta=delta)
+        text = (
+            f"({spent:.6g}, {delta:g})-differential privacy (target {epsilon:g}), {z.adjacency}: "
+            f"ONE Gaussian\nrelease of noise multiplier {z:.6g}, exact accounting."
+        )
+        return Budget(None, spent, float(z), text)
+    plan = jdp.plan(
+        num_examples=size,
+        batch_size=setting.batch_size,
+        steps=setting.steps,
+        epsilon=epsilon,
+        delta=delta,
+    )
+    return Budget(plan, plan.epsilon, float(plan.noise_multiplier), "")
+
+
 Run = Callable[[Keys, Callable[[int], None]], dict[str, Any]]
 
 
@@ -58,7 +99,7 @@ def make_run(
     model: Model,
     data: Dataset,
     anchors: np.ndarray,
-    plan: Any,
+    spend: Budget,
     eval_every: int,
 ) -> Run:
     """Prepare one method, compiled once for all its runs.
@@ -69,7 +110,7 @@ def make_run(
       model: what is trained; `class-means` does not use it.
       data: private, public and test parts.
       anchors: public images for the subspace (GEP) or the principal components (`class-means`).
-      plan: a `jdp.plan` for the methods in `PLANNED`, a noise multiplier for `class-means`.
+      spend: the method's budget.
       eval_every: steps between two evaluations.
 
     Returns:
@@ -77,7 +118,8 @@ def make_run(
       time. `advance(steps)` is called as it goes.
     """
     if method == "class-means":
-        return _class_means(setting, data, anchors, plan)
+        return _class_means(setting, data, anchors, spend.noise_multiplier)
+    plan = spend.plan
     images, labels = data.train_images, data.train_labels
     if method == "public-only":
         images, labels = data.public_images, data.public_labels
@@ -96,7 +138,7 @@ def make_run(
     def step(index, carry, keys: Keys, examples):
         params, state = carry
         if method in PLANNED:
-            rows, mask = plan.sampler.batch(keys.sampling, index)
+            rows, mask = plan.batch(keys.sampling, index)
             batch = jax.tree.map(lambda leaf: leaf[rows], examples)
             extra: dict[str, Any] = {} if method == "dp-sgd" else {"mask": mask}
             if method == "dp-sgd":

@@ -26,9 +26,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-import jdp
 from experiments import _run, datasets, models
-from experiments._methods import METHODS, PLANNED, Setting, make_run
+from experiments._methods import METHODS, PLANNED, Budget, Setting, budget, make_run
 from experiments._run import UsageError
 
 # Found by `python -m experiments.search_gep` on a validation part of the private set.
@@ -155,16 +154,19 @@ def main(args: Args) -> dict[str, Any]:
     for piece, config in pieces.values():
         folder.get(piece, config)  # refuses a folder of another configuration before any work
 
-    rows, statements = {}, {}
+    budgets = {
+        method: budget(method, own, size, args.epsilon, args.delta)
+        for method, own in chosen.items()
+    }
+    rows = {}
     for method in args.methods:
         own = chosen[method]
-        plan, privacy, statements[method] = budget(args, method, own, size)
         run, runs = None, []
         for repeat in range(args.seeds):
             result = folder.get(*pieces[method, repeat])
             if result is None:
                 every = args.eval_every or max(1, own.steps // 20)
-                run = run or make_run(method, own, model, data, anchors, plan, every)
+                run = run or make_run(method, own, model, data, anchors, budgets[method], every)
                 steps = 1 if method == "class-means" else own.steps
                 with _run.progress(f"{method} {repeat + 1}/{args.seeds}", steps) as advance:
                     result = run(_run.keys(args.seed, repeat), advance)
@@ -174,9 +176,11 @@ def main(args: Args) -> dict[str, Any]:
         rows[method] = {
             "test_accuracy_mean": float(np.mean(accuracies)),
             "test_accuracy_std": float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0,
-            **privacy,
+            "epsilon_spent": budgets[method].epsilon_spent,
+            "noise_multiplier": budgets[method].noise_multiplier,
             "seconds": sum(result["seconds"] for result in runs),
             "setting": dataclasses.asdict(own),
+            "privacy": statement(args, method, own, budgets[method]),
             "runs": runs,
         }
     summary = {
@@ -188,12 +192,12 @@ def main(args: Args) -> dict[str, Any]:
         "provenance": _run.provenance(),
     }
     _run.write_json(folder.path / "summary.json", summary)
-    text = report(args, summary, statements)
+    text = report(args, summary)
     (folder.path / "report.txt").write_text(text)
     _run.draw_curves(folder.path)
     print(f"{text}\nwritten to {folder.path}")
-    brief = {m: {k: v for k, v in row.items() if k != "runs"} for m, row in rows.items()}
-    brief = {m: {k: v for k, v in row.items() if k != "setting"} for m, row in brief.items()}
+    long = ("setting", "privacy", "runs")
+    brief = {m: {k: v for k, v in row.items() if k not in long} for m, row in rows.items()}
     return {key: summary[key] for key in ("dataset", "epsilon", "delta")} | {"methods": brief}
 
 
@@ -262,33 +266,24 @@ def setting(args: Args, method: str, size: int, model: str) -> Setting:
     return own
 
 
-def budget(args: Args, method: str, own: Setting, size: int):
-    """What a method may spend: (plan or noise multiplier, its JSON entries, its statement)."""
-    if method == "non-private":
-        return None, {"epsilon_spent": None, "noise_multiplier": 0.0}, "No privacy."
-    if method == "public-only":
-        statement = "Uses no private data: epsilon 0. The labels of the public images are used."
-        return None, {"epsilon_spent": 0.0, "noise_multiplier": None}, statement
-    if method == "class-means":
-        z = jdp.accounting.calibrate_noise_multiplier(args.epsilon, delta=args.delta)
-        spent = jdp.accounting.epsilon(z, delta=args.delta)
-        statement = (
-            f"One Gaussian release, noise multiplier {z:.4f}, exact accounting: "
-            f"({spent:.4f}, {args.delta:g})-DP, one record zeroed out."
-        )
-        return z, {"epsilon_spent": spent, "noise_multiplier": float(z)}, statement
-    plan = jdp.plan(
-        num_examples=size,
-        batch_size=own.batch_size,
-        steps=own.steps,
-        epsilon=args.epsilon,
-        delta=args.delta,
+def statement(args: Args, method: str, own: Setting, spent: Budget) -> str:
+    """The privacy statement of one run of a method."""
+    if method not in PLANNED:
+        return spent.statement
+    norms = {"dp-sgd": own.clip_norm, "gep": own.clip_norms, "b-gep": own.clip_norms[0]}
+    images = f"{args.anchors} images without labels"
+    return spent.plan.report(
+        mechanism=method,
+        clip_norms=norms[method],
+        sampler_used="yes, inside the jitted step",
+        steps_taken=own.steps,
+        key_source=_run.key_statement(args.seed),
+        public_data="none" if method == "dp-sgd" else images,
+        hyperparameter_search="defaults were chosen on a validation part of the private set",
     )
-    privacy = {"epsilon_spent": plan.epsilon, "noise_multiplier": float(plan.noise_multiplier)}
-    return plan, privacy, plan.report()
 
 
-def report(args: Args, summary: dict[str, Any], statements: dict[str, str]) -> str:
+def report(args: Args, summary: dict[str, Any]) -> str:
     """The report for people."""
     part = "VALIDATION" if args.validation else "test"
     lines = [
@@ -312,8 +307,8 @@ def report(args: Args, summary: dict[str, Any], statements: dict[str, str]) -> s
         "of the private set), publishing more than one of these models or runs, and whatever the",
         "public images say about the private ones.",
     ]
-    for method, statement in statements.items():
-        lines += ["", f"== {method} ==", statement]
+    for method, row in summary["methods"].items():
+        lines += ["", f"== {method} ==", row["privacy"]]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,194 @@
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import _run, gep, search_gep
+from experiments._methods import METHODS, Setting
+from experiments._run import UsageError
+
+ROOT = pathlib.Path(__file__).parents[1]
+FIELDS = {"test_accuracy_mean", "test_accuracy_std", "epsilon_spent", "noise_multiplier", "seconds"}
+DIGITS = gep.Args(dataset="digits", methods=("class-means",), seeds=2, seed=0)
+
+
+def _command(module, *arguments):
+    command = [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "smoke"
+    options = ("--dataset", "digits", "--smoke", "--seed", 3, "--out", out)
+    return out, _command("gep", *options)
+
+
+def test_smoke_runs_every_method_and_ends_in_one_json_line(smoke):
+    out, done = smoke
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert (last["dataset"], last["epsilon"], last["delta"]) == ("digits", 1.0, 1e-5)
+    assert tuple(last["methods"]) == METHODS
+    for method, row in last["methods"].items():
+        assert row.keys() == FIELDS, method
+        assert 0 <= row["test_accuracy_mean"] <= 1
+    for method in ("dp-sgd", "b-gep", "gep", "class-means"):
+        row = last["methods"][method]
+        assert 0.99 <= row["epsilon_spent"] <= 1 and row["noise_multiplier"] > 0
+    assert last["methods"]["public-only"]["epsilon_spent"] == 0
+    assert last["methods"]["non-private"]["epsilon_spent"] is None
+    files = {path.name for path in out.iterdir()}
+    assert files == {"results.json", "summary.json", "report.txt", "curves.png"}
+    report = (out / "report.txt").read_text()
+    assert "NOT private against whoever knows the seed" in report
+    assert "Not paid for" in report and report in done.stdout
+    assert "left" in done.stderr  # progress
+
+
+def test_a_finished_run_is_taken_up_and_another_configuration_refused(smoke, monkeypatch):
+    out, done = smoke
+    args = gep.Args(dataset="digits", smoke=True, seed=3, out=out)
+    monkeypatch.setattr(gep, "make_run", lambda *_: pytest.fail("trained again"))
+    summary = gep.main(args)
+    assert summary == json.loads(done.stdout.splitlines()[-1])
+    with pytest.raises(UsageError, match="epsilon was 1.0, now 2.0"):
+        gep.main(dataclasses.replace(args, epsilon=2.0))
+    with pytest.raises(UsageError, match="clip_norm was 1.0, now 3.0"):
+        gep.main(dataclasses.replace(args, clip_norm=3.0))
+
+
+def test_curves_are_drawn_from_the_summary_alone(smoke, tmp_path):
+    (tmp_path / "summary.json").write_text((smoke[0] / "summary.json").read_text())
+    _run.draw_curves(tmp_path)
+    assert (tmp_path / "curves.png").read_bytes() == (smoke[0] / "curves.png").read_bytes()
+
+
+def test_class_means_learn_and_a_seed_reproduces_them(tmp_path):
+    rows = [
+        gep.main(dataclasses.replace(DIGITS, out=tmp_path / name))["methods"]["class-means"]
+        for name in ("a", "b")
+    ]
+    assert rows[0]["test_accuracy_mean"] == rows[1]["test_accuracy_mean"] > 0.6
+    assert rows[0]["test_accuracy_std"] > 0
+    text = (tmp_path / "a" / "report.txt").read_text()
+    assert "+-" in text and "2 run(s)" in text
+
+
+def test_validation_does_not_touch_the_test_set(tmp_path, monkeypatch):
+    load = gep.datasets.load
+
+    def without_test(*arguments):
+        data = load(*arguments)
+        return dataclasses.replace(data, test_images=data.test_images * np.nan)
+
+    monkeypatch.setattr(gep.datasets, "load", without_test)
+    args = dataclasses.replace(DIGITS, validation=200, out=tmp_path)
+    assert gep.main(args)["methods"]["class-means"]["test_accuracy_mean"] > 0.6
+    assert "VALIDATION" in (tmp_path / "report.txt").read_text()
+
+
+def test_without_a_seed_the_keys_are_fresh_and_independent():
+    data = [jax.random.key_data(key).tolist() for key in (*_run.keys(None, 0), *_run.keys(None, 0))]
+    assert len({tuple(key) for key in data}) == 6
+    assert "entropy" in _run.key_statement(None)
+    again = [jax.random.key_data(k).tolist() for k in _run.keys(7, 1)]
+    assert again == [jax.random.key_data(k).tolist() for k in _run.keys(7, 1)]
+    assert again != [jax.random.key_data(k).tolist() for k in _run.keys(7, 2)]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"methods": ("sgd",)}, "--methods must be different ones"),
+        ({"methods": ()}, "but got nothing"),
+        ({"epsilon": -1.0}, "--epsilon must be above 0"),
+        ({"epsilon": float("nan")}, "--epsilon must be above 0"),
+        ({"delta": 1.0}, "--delta must lie between 0 and 1"),
+        ({"steps": 0}, "--steps must be above 0"),
+        ({"steps": 5, "epochs": 1.0}, "not both"),
+        ({"learning_rate": (0.1, 0.2)}, "--learning-rate takes one value"),
+        ({"clip_norms": (1.0, 0.0)}, "--clip-norms must be above 0"),
+        ({"weight_decay": -1.0}, "--weight-decay must be at least 0"),
+        ({"model": "mnist_cnn"}, "needs images of 16x16"),
+    ],
+)
+def test_bad_options_are_named_before_data_is_touched(change, message, monkeypatch):
+    monkeypatch.setattr(gep.datasets, "load", lambda *_: pytest.fail("data was touched"))
+    with pytest.raises(UsageError, match=message):
+        gep.main(dataclasses.replace(DIGITS, **change))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"methods": ("dp-sgd",), "batch_size": 5_000}, "exceeds the 1,247 private images"),
+        ({"methods": ("gep",), "groups": 9}, "exceeds the 2 layers of mlp"),
+        ({"methods": ("gep",), "rank": 900}, "exceeds what 200 anchors span"),
+        ({"methods": ("public-only",), "num_public": 0, "anchors": "digits"}, "--num-public"),
+        ({"delta": 0.01}, "--delta must be below 1 / 1,247"),
+        ({"anchors": "in-distribution", "num_public": 0}, "--num-public above 0"),
+    ],
+)
+def test_options_that_do_not_fit_the_data_are_named(change, message):
+    with pytest.raises(UsageError, match=message):
+        gep.main(dataclasses.replace(DIGITS, **change))
+
+
+def test_a_usage_error_is_one_line_and_exit_code_2():
+    done = _command("gep", "--epsilon", "-1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --epsilon must be above 0, but got -1.0\n"
+
+
+def test_defaults_and_overrides():
+    args = gep.Args(methods=("dp-sgd", "gep"), learning_rate=(0.3, 0.7), epochs=2.0, batch_size=100)
+    settings = [gep.setting(args, method, 3_500, "mnist_cnn") for method in args.methods]
+    assert [own.learning_rate for own in settings] == [0.3, 0.7]
+    assert [own.steps for own in settings] == [70, 70]
+    paper = gep.setting(gep.Args(dataset="mnist"), "gep", 60_000, "mnist_cnn")
+    assert (paper.steps, paper.batch_size, paper.rank, paper.refresh_every) == (
+        3_000,
+        1_000,
+        500,
+        10,
+    )
+    assert (paper.clip_norms, paper.groups, paper.weight_decay) == ((10.0, 2.0), 4, 1e-4)
+    for dataset, methods in gep.DEFAULTS.items():
+        for method in methods:
+            own = gep.setting(gep.Args(dataset=dataset), method, 3_500, "mnist_cnn")
+            assert isinstance(own, Setting) and own.steps > 0
+
+
+@pytest.mark.parametrize("schedule, last", [("constant", 0.5), ("step", 0.05), ("cosine", 0.0)])
+def test_learning_rates(schedule, last):
+    rates = Setting(steps=100, learning_rate=0.5, schedule=schedule).learning_rates()
+    assert float(rates(0)) == 0.5
+    assert float(rates(100)) == pytest.approx(last, abs=1e-6)
+
+
+def test_search_is_resumable_fair_and_deterministic(tmp_path):
+    args = search_gep.Args(dataset="digits", methods=("public-only", "class-means"), trials=2)
+    args = dataclasses.replace(args, max_steps=2, validation=100, out=tmp_path)
+    first = search_gep.main(args)
+    assert search_gep.main(args) == first
+    pieces = json.loads((tmp_path / "results.json").read_text())
+    assert sorted(pieces) == ["class-means/0", "class-means/1", "public-only/0", "public-only/1"]
+    more = search_gep.main(dataclasses.replace(args, trials=3, methods=("class-means",)))
+    row = more["best"]["class-means"]
+    assert row["validation_accuracy"] >= first["best"]["class-means"]["validation_accuracy"]
+    with pytest.raises(UsageError, match="--trials"):
+        search_gep.main(dataclasses.replace(args, trials=0))
+
+
+def test_folder_replaces_files_atomically(tmp_path):
+    folder = _run.Folder(tmp_path / "run")
+    assert folder.get("a", {"x": 1}) is None
+    folder.put("a", {"x": (1, 2)}, {"score": 0.5})
+    assert _run.Folder(tmp_path / "run").get("a", {"x": (1, 2)}) == {"score": 0.5}
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["results.json"]
