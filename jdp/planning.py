@@ -234,7 +234,7 @@ def plan(
 
     >>> p = plan(num_examples=60_000, batch_size=1_000, steps=3_000, epsilon=2.0, delta=1e-5)
     >>> round(p.noise_multiplier, 2), p.epsilon <= 2.0, p.sampler.capacity
-    (1.98, True, 1216)
+    (1.98, True, 1224)
     """
     _check.delta(delta)
     size_remedy = "It is a public number of records, known without looking at the data."
