@@ -135,26 +135,26 @@ def make_run(
             return optax.chain(*after)
         return optax.chain(_private(method, setting, model, params, public, plan, key), *after)
 
+    def private_gradient(params, batch, mask) -> tuple[Any, dict[str, Any]]:
+        if method != "dp-sgd":
+            return jdp.per_example_grad(model.loss)(params, batch), {"mask": mask}
+        clipper = jdp.clip_by_norm(setting.clip_norm)
+        gradient = jdp.clipped_grad(model.loss, clipper, microbatch_size=MICROBATCH)
+        return gradient(params, batch, mask=mask), {}
+
     def step(index, carry, keys: Keys, examples):
         params, state = carry
         if method in PLANNED:
             rows, mask = plan.batch(keys.sampling, index)
             batch = jax.tree.map(lambda leaf: leaf[rows], examples)
-            extra: dict[str, Any] = {} if method == "dp-sgd" else {"mask": mask}
-            if method == "dp-sgd":
-                clipper = jdp.clip_by_norm(setting.clip_norm)
-                gradient = jdp.clipped_grad(model.loss, clipper, microbatch_size=MICROBATCH)
-                gradients = gradient(params, batch, mask=mask)
-            else:
-                gradients = jdp.per_example_grad(model.loss)(params, batch)
+            gradient, extra = private_gradient(params, batch, mask)
         else:
             key = jax.random.fold_in(keys.sampling, index)
             rows = jax.random.randint(key, (setting.batch_size,), 0, len(examples[1]))
             batch = jax.tree.map(lambda leaf: leaf[rows], examples)
             losses = jax.vmap(model.loss, in_axes=(None, 0))
-            gradients, extra = jax.grad(lambda p: losses(p, batch).mean())(params), {}
-        transform = transformation(params, keys.noise)
-        updates, state = transform.update(gradients, state, params, **extra)
+            gradient, extra = jax.grad(lambda p: losses(p, batch).mean())(params), {}
+        updates, state = transformation(params, keys.noise).update(gradient, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     @jax.jit

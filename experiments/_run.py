@@ -160,7 +160,10 @@ def draw_curves(folder: pathlib.Path):
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     for colour, (method, row) in enumerate(summary["methods"].items()):
-        style = {"color": f"C{colour}", "label": f"{method} ({row['test_accuracy_mean']:.3f})"}
+        style: dict[str, Any] = {
+            "color": f"C{colour}",
+            "label": f"{method} ({row['test_accuracy_mean']:.3f})",
+        }
         if len(row["runs"][0]["curve"]) == 1:
             axes.axhline(row["test_accuracy_mean"], linestyle="--", **style)
         for run in row["runs"]:

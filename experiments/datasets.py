@@ -188,8 +188,11 @@ def anchors(
     return images[:num_images]
 
 
-def _packaged(name):
-    """Data inside a Python package, in a fixed order: (train, test, source), pixels 0..255."""
+Part = tuple[np.ndarray, np.ndarray]  # images with pixels 0..255, and labels
+
+
+def _packaged(name: str) -> tuple[Part, Part, str]:
+    """Data inside a Python package, in a fixed order: (train, test, source)."""
     if name == "digits":
         images, labels = _digits()
         num_test, source = 350, "scikit-learn load_digits (8x8)"
@@ -204,15 +207,15 @@ def _packaged(name):
     return train, test, source
 
 
-def _digits():
+def _digits() -> Part:
     from sklearn.datasets import load_digits
 
-    images, labels = load_digits(return_X_y=True)
+    images, labels = map(np.asarray, load_digits(return_X_y=True))
     return images.reshape(-1, 8, 8) * (255 / 16), labels
 
 
-def _downloaded(name, data_dir, limit):
-    """Data read through tensorflow-datasets: (train, test, source), pixels 0..255."""
+def _downloaded(name: str, data_dir, limit: int | None) -> tuple[Part, Part, str]:
+    """Data read through tensorflow-datasets: (train, test, source)."""
     folder = _data_dir(data_dir)
     if name == "svhn_cropped" and not (folder / name).exists() and (folder / SVHN_SHEET).exists():
         images = _sheet(folder / SVHN_SHEET)
@@ -244,7 +247,7 @@ def _prepared(name, folder):
         ) from error
 
 
-def _decode(builder, split, limit):
+def _decode(builder, split: str, limit: int | None) -> Part:
     """Decode one split, or read the decoded arrays from the cache."""
     identity = f"{builder.data_path}:{split}:{limit}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
