@@ -58,9 +58,14 @@ def num_examples(per_example: PerExample, mask: Array) -> int:
     return mask.shape[0]
 
 
+def wide_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Return float32, or the floating dtype itself if it is wider."""
+    return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
+
+
 def wide(leaf: Array) -> Array:
     """Return the leaf in float32 or wider."""
-    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    return leaf.astype(wide_dtype(leaf.dtype))
 
 
 def rows(leaf: Float[Array, "n ..."]) -> Float[Array, "n p"]:

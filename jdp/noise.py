@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jdp import _check
+from jdp import _check, _tree
 from jdp._typing import Adjacency, Key, PyTree, Scalar
 from jdp.clipping import ClippedSum
 
@@ -34,7 +34,7 @@ def secure_key() -> Key:
 def _gaussian(
     key: Key, leaf: Float[Array, "..."], noise_multiplier: Scalar, scale: Scalar
 ) -> Float[Array, "..."]:
-    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    dtype = _tree.wide_dtype(leaf.dtype)
     # Zero times an infinite scale (an unclipped sum) means no noise. Anything else that is not
     # finite stays so: NaN noise destroys the release, which is safe.
     std = jnp.where(noise_multiplier == 0, 0, noise_multiplier * scale).astype(dtype)

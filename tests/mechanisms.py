@@ -1,0 +1,227 @@
+"""Everything public that clips or releases, as the contract table sees it."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from checks import BATCH, Clip, Door
+from strategies import GROUPS, SHAPES, span
+
+import jdp
+from jdp.adaptive import clip_and_count
+from jdp.subspace import Bases, bases_from_rows
+
+ROOT2 = math.sqrt(2)
+
+
+@functools.cache
+def bases() -> Bases:
+    """Two orthonormal rows for each of the two groups; their span is `strategies.span()`."""
+    rows = [jnp.asarray(span()[:2, :15], jnp.float32), jnp.asarray(span()[2:, 15:], jnp.float32)]
+    like = {name: jnp.zeros((1, *shape)) for name, shape in SHAPES.items()}
+    return bases_from_rows(rows, like, (0, 0, 1))
+
+
+def in_subspace(s1, s2, **options):
+    return lambda unit: jdp.clip_in_subspace(
+        bases(), (s1 * unit, None if s2 is None else s2 * unit), **options
+    )
+
+
+CLIPS = (
+    Clip("norm", lambda unit: jdp.clip_by_norm(unit)),
+    Clip("group", lambda unit: jdp.clip_by_group((1.0 * unit, 0.3 * unit), GROUPS)),
+    Clip("automatic", lambda unit: jdp.clip_automatic(unit), limit=False),
+    Clip(
+        "count",
+        lambda unit: clip_and_count(unit, gradient_scale=1.25, count_scale=5 / 3),
+        limit=False,
+    ),
+    Clip("subspace-equal", in_subspace(1.0, 0.2)),
+    Clip("subspace-optimal", in_subspace(1.0, 0.2, noise_split="optimal")),
+    Clip("subspace-joint", in_subspace(1.0, 0.2, joint_clip=True)),
+    Clip("subspace-biased", in_subspace(1.0, None), limit=False),
+)
+
+
+def vector(tree):
+    return jnp.concatenate([leaf.ravel() for leaf in tree.values()])
+
+
+def aggregate(name, clipper, whiten, unclipped=None, bound=1.0):
+    def make_with(clipper):
+        return lambda key, noise_multiplier, **options: jdp.dp_aggregate(
+            clipper, noise_multiplier, batch_size=BATCH, key=key, **options
+        )
+
+    return Door(
+        f"aggregate-{name}",
+        make_with(clipper),
+        whiten,
+        bound=bound,
+        unclipped=unclipped and make_with(unclipped),
+    )
+
+
+def white(*scales):
+    """Whiten updates whose noise is `scale` on every leaf, or one scale a leaf."""
+
+    def whiten(update, before, after):
+        del before, after
+        per_leaf = scales * 3 if len(scales) == 1 else scales
+        parts = [
+            leaf.ravel() * BATCH / s for leaf, s in zip(update.values(), per_leaf, strict=True)
+        ]
+        return jnp.concatenate(parts)
+
+    return whiten
+
+
+def dense(basis: Bases):
+    """B as one (k, p) matrix, block-diagonal over groups."""
+    ranks = dict(zip(basis.groups, (x.shape[0] for x in basis.rows.values()), strict=True))
+    first = dict(zip(ranks, itertools.accumulate([0, *ranks.values()]), strict=False))
+    columns = []
+    for label, leaf in zip(basis.groups, basis.rows.values(), strict=True):
+        block = leaf.reshape(ranks[label], -1)
+        after = sum(ranks.values()) - first[label] - ranks[label]
+        columns.append(jnp.pad(block, ((first[label], after), (0, 0))))
+    return jnp.concatenate(columns, axis=1)
+
+
+def white_gep(get_bases, embedding, residual):
+    """Whiten GEP's noise: along the basis both parts add up, across it the residual's is alone."""
+
+    def whiten(update, before, after):
+        del before
+        rows = dense(get_bases(after))
+        frame = jnp.linalg.qr(rows.T, mode="complete")[0]
+        k = rows.shape[0]
+        values = frame.T @ (vector(update) * BATCH)
+        inside = values[:k] / jnp.sqrt(embedding**2 + residual**2)
+        return inside if residual == 0 else jnp.concatenate([inside, values[k:] / residual])
+
+    return whiten
+
+
+def anchors(params, key):
+    """Public gradients: nine random ones, fresh for every key."""
+    del params
+    keys = dict(zip(SHAPES, jax.random.split(key, len(SHAPES)), strict=True))
+    return {name: jax.random.normal(keys[name], (9, *shape)) for name, shape in SHAPES.items()}
+
+
+def gep(name, s1, s2, whiten, **options):
+    def make_with(s1, s2):
+        return lambda key, noise_multiplier, **more: jdp.gep(
+            rank=5,
+            clip_norms=(s1, s2),
+            noise_multiplier=noise_multiplier,
+            batch_size=BATCH,
+            key=key,
+            public_gradients=anchors,
+            **options,
+            **more,
+        )
+
+    return Door(
+        name,
+        make_with(s1, s2),
+        whiten,
+        bound=s1 + s2,
+        unclipped=make_with(math.inf, math.inf),
+    )
+
+
+def of_state(state):
+    return state.bases
+
+
+def _optimal(s1, k, s2, p):
+    a, d = s1 * k**0.5, s2 * p**0.5
+    return s1 * ((a + d) / a) ** 0.5, s2 * ((a + d) / d) ** 0.5
+
+
+COUNT_STD = 0.6
+GRADIENT_SCALE = (1 - (2 * COUNT_STD) ** -2) ** -0.5  # what is left of noise multiplier 1
+
+
+def white_adaptive(update, before, after):
+    """Whiten the update and the count, which shows in the next clip norm."""
+    fraction = jnp.log(after.clip_norm / before.clip_norm) / -0.2 + 0.5
+    count = (fraction - 0.5) * BATCH / COUNT_STD
+    values = vector(update) * BATCH / (GRADIENT_SCALE * before.clip_norm)
+    return jnp.concatenate([values, count[None]])
+
+
+DOORS = (
+    aggregate("norm", jdp.clip_by_norm(0.8), white(0.8), jdp.clip_by_norm(math.inf)),
+    aggregate(
+        "group",
+        jdp.clip_by_group((1.0, 0.3), GROUPS),
+        white(ROOT2, ROOT2, 0.3 * ROOT2),
+        jdp.clip_by_group((math.inf, math.inf), GROUPS),
+        bound=math.hypot(1.0, 0.3),
+    ),
+    aggregate("automatic", jdp.clip_automatic(0.5), white(0.5)),
+    aggregate(
+        "subspace",
+        in_subspace(1.0, 0.2)(1.0),
+        white_gep(lambda state: bases(), ROOT2, 0.2 * ROOT2),
+        in_subspace(math.inf, math.inf)(1.0),
+        bound=1.2,
+    ),
+    Door(
+        "adaptive",
+        lambda key, noise_multiplier, **options: jdp.dp_aggregate_adaptive(
+            noise_multiplier,
+            batch_size=BATCH,
+            key=key,
+            initial_clip_norm=0.8,
+            count_noise_std=COUNT_STD,
+            **options,
+        ),
+        white_adaptive,
+    ),
+    Door(
+        "privatize",
+        lambda key, noise_multiplier, **options: jdp.privatize(
+            noise_multiplier, batch_size=BATCH, key=key, **options
+        ),
+        white(0.8),
+        feed=lambda grads, mask: (jdp.clip_by_norm(0.8)(grads, mask), {}),
+    ),
+    gep("gep", 1.0, 0.2, white_gep(of_state, ROOT2, 0.2 * ROOT2)),
+    gep(
+        "gep-grouped-warm",
+        1.0,
+        0.2,
+        white_gep(of_state, ROOT2, 0.2 * ROOT2),
+        groups=GROUPS,
+        refresh_every=2,
+        warm_start=True,
+    ),
+    gep(
+        "gep-optimal",
+        1.0,
+        0.2,
+        white_gep(of_state, *_optimal(1.0, 5, 0.2, 27)),
+        noise_split="optimal",
+    ),
+    gep("gep-joint", 1.0, 0.2, white_gep(of_state, 1.0, 0.2), joint_clip=True),
+    Door(
+        "gep-biased",
+        lambda key, noise_multiplier, **options: jdp.biased_gep(
+            rank=5,
+            clip_norm=1.0,
+            noise_multiplier=noise_multiplier,
+            batch_size=BATCH,
+            key=key,
+            public_gradients=anchors,
+            **options,
+        ),
+        white_gep(of_state, 1.0, 0.0),
+    ),
+)
