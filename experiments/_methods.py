@@ -39,7 +39,7 @@ class Setting:
     warm_start: bool = False
     noise_split: Literal["equal", "optimal"] = "equal"
     joint_clip: bool = False
-    components: int = 30
+    components: int = 60
 
     def learning_rates(self) -> optax.Schedule:
         """The learning rate of each step."""
@@ -236,16 +236,19 @@ def _accuracy(model: Model, data: Dataset, rows: int = 1_000) -> Callable[[Any],
 def _class_means(setting: Setting, data: Dataset, anchors: np.ndarray, noise_multiplier) -> Run:
     """ONE noisy release of sums and counts by class; then the nearest mean, without training.
 
-    Features are principal components of the anchors, and the clip norm is the median norm of the
-    anchors' features: public, both. The count of a class travels in the same release as its sum,
-    scaled to half the clip norm.
+    Features are principal components of the anchors, partly whitened, and the clip norm is the
+    median norm of the anchors' features: public, all of it. The count of a class travels in the
+    same release as its sum, scaled to half the clip norm.
     """
     flat = anchors.reshape(len(anchors), -1)
     centre = flat.mean(0)
-    components = np.linalg.svd(flat - centre, full_matrices=False)[2][: setting.components]
+    _, spread, rows = np.linalg.svd(flat - centre, full_matrices=False)
+    variance = np.square(spread[: setting.components])
+    whiten = 1 / np.sqrt(variance + 0.3 * variance.mean())
+    basis = (rows[: setting.components] * whiten[:, None]).T
 
     def features(images):
-        return (images.reshape(len(images), -1) - centre) @ components.T
+        return (images.reshape(len(images), -1) - centre) @ basis
 
     size = float(np.median(np.linalg.norm(features(anchors), axis=1)))
     weight = size / 2
