@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 from checks import BATCH, Clip, Door
-from strategies import GROUPS, SHAPES, span
+from strategies import GROUPS, SHAPES, SIZE, span, tree_of
 
 import jdp
 from jdp.adaptive import clip_and_count
@@ -109,8 +109,7 @@ def white_gep(get_bases, embedding, residual):
 def anchors(params, key):
     """Public gradients: nine random ones, fresh for every key."""
     del params
-    keys = dict(zip(SHAPES, jax.random.split(key, len(SHAPES)), strict=True))
-    return {name: jax.random.normal(keys[name], (9, *shape)) for name, shape in SHAPES.items()}
+    return tree_of(jax.random.normal(key, (9, SIZE)))
 
 
 def gep(name, s1, s2, whiten, **options):
