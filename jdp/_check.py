@@ -73,8 +73,11 @@ def number(
     ]
     expected = " ".join(["a finite number" if finite else "a number", " and ".join(bounds)]).strip()
     if traced and isinstance(value, jax.Array):
-        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-            fail(name, f"{expected} or a floating scalar array", value, remedy, TypeError)
+        floating = jnp.issubdtype(value.dtype, jnp.floating)
+        if value.shape != () or not floating or jnp.finfo(value.dtype).bits < 32:
+            # In bfloat16 a noise scale could come out 0.4% too small.
+            remedy += " (With optax.inject_hyperparams, set hyperparam_dtype=jnp.float32.)"
+            fail(name, f"{expected} or a float32 scalar array", value, remedy, TypeError)
         return value
     if not is_static_number(value):
         fail(name, expected, value, remedy, TypeError)

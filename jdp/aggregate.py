@@ -5,7 +5,7 @@ schedules) is post-processing. Nothing may come before.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -250,7 +250,7 @@ def dp_aggregate(
     return transformation(inner.init, update_fn)
 
 
-def check_finite_clip(clip_norms: tuple[Scalar, ...], noise_multiplier: Scalar) -> None:
+def check_finite_clip(clip_norms: Sequence[Scalar | None], noise_multiplier: Scalar) -> None:
     """Refuse an infinite clip norm with noise, as soon as both are known."""
     known = _check.is_static_number
     for norm in clip_norms:

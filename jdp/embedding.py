@@ -15,6 +15,7 @@ from jdp._typing import Adjacency, Key, Loss, Mask, Params, PerExample, PyTree, 
 from jdp.aggregate import (
     as_update,
     check_divisor,
+    check_finite_clip,
     check_per_example,
     initial_state,
     transformation,
@@ -93,12 +94,8 @@ def clip_in_subspace(
     >>> [part.round(2).tolist() for part in (clipped.parts[0][0], clipped.parts[1])]
     [[5.0], [0.0, 1.0, 0.0]]
     """
-    if not isinstance(clip_norms, tuple) or len(clip_norms) != 2:
-        _check.fail("clip_norms", "a pair (S1, S2)", clip_norms, "Try (10.0, 2.0).", TypeError)
+    check_clip_norms(clip_norms)
     s1, s2 = clip_norms
-    _check.clip_norm("clip_norms[0]", s1)
-    if s2 is not None:
-        _check.clip_norm("clip_norms[1]", s2)
     _check.choice("noise_split", noise_split, ("equal", "optimal"))
 
     def clipper(per_example: PerExample, mask: Mask) -> SubspaceSum:
@@ -132,6 +129,15 @@ def clip_in_subspace(
         return SubspaceSum(parts, scales, bases=bases)
 
     return clipper
+
+
+def check_clip_norms(clip_norms: tuple[Scalar, Scalar | None]) -> None:
+    """Check that it is a pair of clip norms, of which the second may be None."""
+    if not isinstance(clip_norms, tuple) or len(clip_norms) != 2:
+        _check.fail("clip_norms", "a pair (S1, S2)", clip_norms, "Try (10.0, 2.0).", TypeError)
+    for index, norm in enumerate(clip_norms):
+        if norm is not None or index == 0:
+            _check.clip_norm(f"clip_norms[{index}]", norm)
 
 
 def _shrink(square: Float[Array, " n"]) -> Float[Array, " n"]:
@@ -281,6 +287,9 @@ def gep(
     check_divisor(batch_size)
     _check.typed_key("key", key)
     adjacency_of(noise_multiplier, adjacency)
+    check_clip_norms(clip_norms)
+    check_finite_clip(clip_norms, noise_multiplier)
+    _check.choice("noise_split", noise_split, ("equal", "optimal"))
     _check.integer("rank", rank, at_least=1, remedy="It is the dimension of the subspace.")
     _check.integer("refresh_every", refresh_every, at_least=1, remedy="The paper uses 1.")
     _check.integer("power_iterations", power_iterations, at_least=1, remedy="The paper uses 1.")

@@ -35,7 +35,7 @@ def tree_of(matrix, dtype=jnp.float32):
     leaves, first = {}, 0
     for name, shape in SHAPES.items():
         size = int(np.prod(shape))
-        piece = np.asarray(matrix[..., first : first + size])
+        piece = matrix[..., first : first + size]
         leaves[name] = jnp.asarray(piece.reshape(*piece.shape[:-1], *shape), dtype)
         first += size
     return leaves
