@@ -250,7 +250,7 @@ def dp_aggregate(
     return transformation(inner.init, update_fn)
 
 
-def check_finite_clip(clip_norms: Sequence[Scalar | None], noise_multiplier: Scalar) -> None:
+def check_finite_clip(clip_norms: Sequence[Any], noise_multiplier: Scalar) -> None:
     """Refuse an infinite clip norm with noise, as soon as both are known."""
     known = _check.is_static_number
     for norm in clip_norms:

@@ -111,7 +111,8 @@ def per_example_grad(
                 is_leaf=lambda leaf: leaf is None,
             )
             value = loss(whole, example)
-            if jnp.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            scalar = jax.tree_util.all_leaves([value]) and jnp.shape(value) == ()
+            if not scalar or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
                 _check.fail(
                     "loss",
                     "a function of ONE example that returns one floating scalar",

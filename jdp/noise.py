@@ -107,7 +107,7 @@ def add_noise(
     ]
     leaves, structure = jax.tree.flatten(clipped_sum.parts)
     noised = [
-        leaf + _gaussian(leaf_key, leaf, noise_multiplier, scale)
+        _tree.wide(leaf) + _gaussian(leaf_key, leaf, noise_multiplier, scale)
         for leaf_key, leaf, scale in zip(
             jax.random.split(key, len(leaves)), leaves, scales, strict=True
         )

@@ -1,0 +1,124 @@
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import ALL
+from strategies import PARAMS
+
+import jdp
+from jdp._typing import NoiseMultiplier
+
+
+def _zeros(shape=(), clip_norm=1.0, dtype=jnp.float32):
+    return jdp.ClippedSum((jnp.zeros(shape, dtype),), (clip_norm,))
+
+
+def _mapped(function, count=20_000):
+    return np.asarray(jax.vmap(function)(jax.random.split(jax.random.key(1), count)), np.float64)
+
+
+@pytest.mark.parametrize("adjacency, factor", [("zero-out", 1), ("add-remove", 1), (None, 1)])
+def test_std_is_multiplier_times_scale(adjacency, factor):
+    draws = _mapped(lambda key: jdp.add_noise(key, _zeros((), 0.5), 3.0, adjacency=adjacency))
+    assert abs(draws.std() / (1.5 * factor) - 1) < 0.02
+    assert abs(draws.mean()) < 5 * 1.5 / len(draws) ** 0.5
+
+
+def test_replace_one_doubles_and_votes_take_root_two(key):
+    once = jdp.add_noise(key, _zeros(4), 1.0)
+    np.testing.assert_allclose(
+        jdp.add_noise(key, _zeros(4), 1.0, adjacency="replace-one"), 2 * once, rtol=1e-6
+    )
+
+    class Votes(jdp.ClippedSum):
+        replace_one_factor = 2**0.5
+
+    votes = Votes((jnp.zeros(4),), (1.0,))
+    np.testing.assert_allclose(
+        jdp.add_noise(key, votes, 1.0, adjacency="replace-one"), 2**0.5 * once, rtol=1e-6
+    )
+
+
+def test_the_multiplier_carries_its_adjacency(key):
+    z = NoiseMultiplier(1.0, "replace-one")
+    np.testing.assert_array_equal(
+        jdp.add_noise(key, _zeros(4), z),
+        jdp.add_noise(key, _zeros(4), 1.0, adjacency="replace-one"),
+    )
+    with pytest.raises(ValueError, match="adjacency"):
+        jdp.add_noise(key, _zeros(4), z, adjacency="zero-out")
+
+
+def test_no_noise_is_legal_also_without_clipping(key):
+    total = jdp.ClippedSum((jnp.arange(3.0),), (float("inf"),))
+    np.testing.assert_array_equal(jdp.add_noise(key, total, 0.0), jnp.arange(3.0))
+    traced = jax.jit(lambda z: jdp.add_noise(key, total, z))(jnp.float32(0.0))
+    np.testing.assert_array_equal(traced, jnp.arange(3.0))
+
+
+def test_noise_on_a_narrow_sum_is_float32(key):
+    assert jdp.add_noise(key, _zeros(4, dtype=jnp.bfloat16), 1.0).dtype == jnp.float32
+
+
+def test_a_broken_scale_destroys_the_release(key):
+    noised = jax.jit(lambda s: jdp.add_noise(key, _zeros(4, s), 1.0))
+    assert np.isnan(noised(jnp.float32(jnp.nan))).all()
+    assert not np.isfinite(noised(jnp.float32(jnp.inf))).any()
+
+
+def test_secure_keys_differ_and_have_all_their_bits():
+    data = np.stack([jax.random.key_data(jdp.secure_key()) for _ in range(64)])
+    assert len(np.unique(data, axis=0)) == 64
+    for word in data.T:  # a 32-bit seed would leave the first word at zero
+        assert np.bitwise_or.reduce(word) == 0xFFFFFFFF
+        assert np.bitwise_and.reduce(word) == 0
+
+
+BAD = [
+    ((0, _zeros(), 1.0), {}, TypeError, "key"),
+    ((jax.random.PRNGKey(0), _zeros(), 1.0), {}, TypeError, "key"),
+    ((jax.random.split(jax.random.key(0)), _zeros(), 1.0), {}, TypeError, "key"),
+    ((jax.random.key(0), jnp.zeros(3), 1.0), {}, TypeError, "clipped_sum"),
+    ((jax.random.key(0), _zeros(), -1.0), {}, ValueError, "noise_multiplier"),
+    ((jax.random.key(0), _zeros(), float("nan")), {}, ValueError, "noise_multiplier"),
+    ((jax.random.key(0), _zeros(), float("inf")), {}, ValueError, "noise_multiplier"),
+    ((jax.random.key(0), _zeros(), "1"), {}, TypeError, "noise_multiplier"),
+    ((jax.random.key(0), _zeros(), jnp.bfloat16(1)), {}, TypeError, "hyperparam_dtype"),
+    ((jax.random.key(0), _zeros(clip_norm=np.inf), 1.0), {}, ValueError, "clip_norm"),
+    ((jax.random.key(0), _zeros(), 1.0), {"adjacency": "both"}, ValueError, "adjacency"),
+]
+
+
+@pytest.mark.parametrize("arguments, options, error, match", BAD, ids=range(len(BAD)))
+def test_bad_input(arguments, options, error, match):
+    with pytest.raises(error, match=match):
+        jdp.add_noise(*arguments, **options)
+
+
+def test_noise_is_drawn_in_one_place_only():
+    # C2. Elsewhere Gaussians only start or complete public subspaces.
+    package = pathlib.Path(jdp.__file__).parent
+    draws = {
+        path.name: len(re.findall(r"random\.(?:normal|laplace|multivariate_normal)\(", text))
+        for path in package.glob("*.py")
+        if (text := path.read_text())
+    }
+    assert {name: count for name, count in draws.items() if count} == {
+        "noise.py": 1,
+        "subspace.py": 2,
+        "embedding.py": 1,
+    }
+
+
+def test_pair_of_doors_agree(key):
+    # dp_aggregate is clip, add_noise and divide with the step's key.
+    grads = jax.tree.map(lambda leaf: jnp.ones((6, *leaf.shape)), PARAMS)
+    tx = jdp.dp_aggregate(jdp.clip_by_norm(0.5), 1.3, batch_size=7, key=key)
+    update, _ = tx.update(grads, tx.init(PARAMS), PARAMS, mask=jnp.asarray(ALL))
+    clipped = jdp.clip_by_norm(0.5)(grads, jnp.asarray(ALL))
+    noised = jdp.add_noise(jax.random.fold_in(key, 0), clipped, 1.3)
+    for name in PARAMS:
+        np.testing.assert_allclose(update[name], noised[name] / 7, rtol=1e-6)
