@@ -126,16 +126,27 @@ def noise_multiplier(value: Any) -> Any:
     )
 
 
+CLIP_NORM_RANGE = (1e-12, 1e12)
+
+
 def clip_norm(name: str, value: Any) -> Any:
-    """Return a clip norm: a number > 0 (infinity means no clipping), or a traced scalar."""
-    return number(
-        name,
-        value,
-        above=0,
-        finite=False,
-        traced=True,
-        remedy="It bounds the L2 norm of each example's contribution; 1.0 is a usual start.",
+    """Return a clip norm: a float in 1e-12..1e12 or infinity (no clipping), or a traced scalar.
+
+    Outside that range float32 squares, sums or noise would overflow or vanish. A traced value
+    outside it becomes NaN: then every contribution is zero and the noise is NaN.
+    """
+    low, high = CLIP_NORM_RANGE
+    remedy = (
+        "It bounds the L2 norm of each example's contribution; 1.0 is a usual start. Infinity "
+        "means no clipping."
     )
+    number(name, value, above=0, finite=False, traced=True, remedy=remedy)
+    if not is_static_number(value):
+        inside = ((value >= low) & (value <= high)) | (value == jnp.inf)
+        return jnp.where(inside, value, jnp.nan)
+    if not low <= value <= high and value != math.inf:
+        fail(name, f"between {low:g} and {high:g}, or infinity", value, remedy)
+    return float(value)
 
 
 def delta(value: Any) -> float:

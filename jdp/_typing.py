@@ -25,8 +25,8 @@ Adjacency: TypeAlias = Literal["zero-out", "add-remove", "replace-one"]
 class NoiseMultiplier(float):
     """A noise multiplier that remembers the adjacency under which it was computed.
 
-    It is the noise's standard deviation over the L2 sensitivity under `adjacency`. Arithmetic on it
-    gives plain floats, which remember nothing.
+    It is the noise's standard deviation over the L2 sensitivity under `adjacency`. Multiplied or
+    divided by a number it stays one; other arithmetic gives plain floats, which remember nothing.
     """
 
     adjacency: Adjacency
@@ -36,6 +36,20 @@ class NoiseMultiplier(float):
         self = super().__new__(cls, value)
         self.adjacency = adjacency
         return self
+
+    def __mul__(self, other):
+        """Scale the multiplier; anything but a Python number is left to the other operand."""
+        if not isinstance(other, int | float):
+            return NotImplemented
+        return NoiseMultiplier(float(self) * other, self.adjacency)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other):
+        """Divide the multiplier by a Python number."""
+        if not isinstance(other, int | float):
+            return NotImplemented
+        return NoiseMultiplier(float(self) / other, self.adjacency)
 
     def __reduce__(self):  # copy and pickle keep the adjacency
         return NoiseMultiplier, (float(self), self.adjacency)

@@ -63,6 +63,7 @@ def clip_and_count(clip_norm: Scalar, *, gradient_scale: float, count_scale: flo
             (gradient_scale, count_scale),
             "Both equal to sqrt(2) pays for both equally.",
         )
+    clip_norm = _check.clip_norm("clip_norm", clip_norm)
     flat = clip_by_norm(clip_norm)
 
     def clipper(per_example: PerExample, mask: Mask) -> ClippedSum:
@@ -71,7 +72,12 @@ def clip_and_count(clip_norm: Scalar, *, gradient_scale: float, count_scale: flo
         below = jnp.where(square <= 1, 0.5, -0.5)
         count = jnp.sum(jnp.where(mask & jnp.isfinite(square), below, 0))
         (total,), (scale,) = clipped.parts, clipped.noise_scales
-        return CountedSum((total, count), (gradient_scale * scale, count_scale / 2))
+        return CountedSum(
+            (total, count),
+            (gradient_scale * scale, count_scale / 2),
+            rows=clipped.rows,
+            rounding=clipped.rounding,
+        )
 
     return clipper
 
@@ -178,7 +184,7 @@ def dp_aggregate_adaptive(
             state.clip_norm, gradient_scale=gradient_scale, count_scale=count_scale
         )
         total, count = noise.add_noise(
-            jax.random.fold_in(state.key, state.step),
+            noise.step_key(state.key, "noise", state.step),
             clipper(updates, mask),
             noise_multiplier,
             adjacency=adjacency,

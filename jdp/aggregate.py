@@ -1,7 +1,10 @@
 """Optax doors to the trusted core: per-example gradients or a clipped sum in, a private update out.
 
-Everything that comes after one of these in an `optax.chain` (momentum, Adam, weight decay,
-schedules) is post-processing. Nothing may come before.
+What comes after one of these in an `optax.chain` and reads only the updates, the parameters and
+public numbers (momentum, Adam, weight decay, schedules) is post-processing. A transformation that
+takes a private `value=`, `grad=` or `mask=` (line search, reduce_on_plateau) is not. Nothing may
+come before. Neither `optax.masked` nor `optax.multi_transform` may wrap them: freeze parameters by
+`trainable=`, and clip groups by `jdp.clip_by_group`, which pays for all groups at once.
 """
 
 import math
@@ -70,6 +73,10 @@ def _is_none(leaf: PyTree) -> bool:
     return leaf is None
 
 
+def _is_masked(leaf: PyTree) -> bool:
+    return isinstance(leaf, optax.MaskedNode)
+
+
 def _compare(params: Params | None, updates: PyTree, batch_axes: int) -> None:
     what = "per-example gradients" if batch_axes else "an update"
     remedy = (
@@ -78,6 +85,17 @@ def _compare(params: Params | None, updates: PyTree, batch_axes: int) -> None:
     )
     if params is None:
         _check.fail("params", "given", params, remedy)
+    if any(
+        isinstance(leaf, optax.MaskedNode)
+        for leaf in jax.tree.leaves((params, updates), is_leaf=_is_masked)
+    ):
+        _check.fail(
+            "updates",
+            "whole",
+            "leaves left out by optax.masked or optax.multi_transform",
+            "They would pass un-noised, or share noise. Freeze parameters with trainable= in "
+            "jdp.per_example_grad or jdp.clipped_grad; clip by group with jdp.clip_by_group.",
+        )
     expected = jax.tree.structure(jax.tree.map(lambda _: 0, params, is_leaf=_is_none))
     got = jax.tree.structure(jax.tree.map(lambda _: 0, updates, is_leaf=_is_none))
     if got != expected:
@@ -128,12 +146,12 @@ def privatize(
     **Guarantee.** Each update is one Gaussian mechanism of noise multiplier z on the batch, as
     `jdp.add_noise`. Over a run with Poisson batches, the event is
     `SelfComposed(PoissonSampled(q, Gaussian(z)), steps)`: `jdp.plan` computes z for it. Noise is
-    `fold_in(key, step)`: independent over steps; two runs share it if they share the key, so give
-    every run a key of its own (`jdp.secure_key()`).
+    independent over steps. Two transformations, or two `init`s, with one key repeat it: give every
+    transformation in every run a key of its own (`jdp.secure_key()`).
 
     Args:
       noise_multiplier: z >= 0, usually `plan.noise_multiplier`. May be traced
-        (`optax.inject_hyperparams`), but only a plan may vary it.
+        (`optax.inject_hyperparams`; then give `adjacency`), but only a plan may vary it.
       batch_size: B, the expected batch size, public (`plan.batch_size`).
       key: one typed, secret PRNG key.
       adjacency: as in `jdp.add_noise`.
@@ -179,7 +197,7 @@ def privatize(
         if params is None:
             check_aggregate(params, None)
         estimate = noise.add_noise(
-            jax.random.fold_in(state.key, state.step),
+            noise.step_key(state.key, "noise", state.step),
             updates,
             noise_multiplier,
             adjacency=adjacency,

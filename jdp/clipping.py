@@ -27,8 +27,12 @@ from jdp import _check, _tree
 from jdp._typing import Mask, PerExample, PyTree, Scalar
 
 # Clipped contributions stay this much below the clip norm, which covers the float32 rounding of
-# the norm and of the product (measured: below 1e-6 up to 1e7 entries).
+# the norm and of the product (XLA adds squares in a tree; measured: below 1e-6 to 4e7 entries).
 HEADROOM = 1 - 1e-5
+
+
+# A norm that underflows to 0 hides entries below 1e-19 clip norms; this keeps them harmless.
+_MOST = 1e6
 
 
 def _seal() -> jax.Array:
@@ -45,6 +49,9 @@ class ClippedSum:
       noise_scales: for each part, the noise's standard deviation per unit of the joint noise
         multiplier, so that the whole release has L2 sensitivity 1 in these units under zero-out
         and add-or-remove adjacency.
+      rows: how many rows were summed, padding included.
+      rounding: what float32 rounding of the sums may add to the sensitivity, relative to it;
+        `jdp.add_noise` raises the noise by it.
       seal: a PRNG key that nothing reads. Its dtype makes most transformations of gradients
         (scaling, clipping, Adam, tree addition) raise instead of silently changing a sum whose
         sensitivity is already fixed.
@@ -52,6 +59,8 @@ class ClippedSum:
 
     parts: tuple[PyTree, ...]
     noise_scales: tuple[Scalar, ...]
+    rows: int = dataclasses.field(default=0, kw_only=True, metadata={"static": True})
+    rounding: float = dataclasses.field(default=0.0, kw_only=True, metadata={"static": True})
     seal: jax.Array = dataclasses.field(default_factory=_seal, kw_only=True)
 
     replace_one_factor: ClassVar[float] = 2.0
@@ -66,7 +75,8 @@ class ClippedSum:
         """Return the clipped sum over two disjoint sets of examples.
 
         The parts add up. The scales do not: an example is in one of the two sums. For gradient
-        accumulation, merge the sums of the microbatches, then add noise once.
+        accumulation, merge the sums of the microbatches in a Python loop, then add noise once;
+        inside a compiled loop use `jdp.clipped_grad(..., microbatch_size=...)`.
 
         Raises:
           TypeError: the two are of different kinds.
@@ -74,11 +84,42 @@ class ClippedSum:
         """
         if type(self) is not type(other):
             _check.fail("other", f"a {type(self).__name__}", other, _MERGE_REMEDY, TypeError)
-        if jax.tree.structure(self) != jax.tree.structure(other):
-            _check.fail("other", "a sum of the same structure", other, _MERGE_REMEDY)
+        mine, theirs = (
+            jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), total.parts)
+            for total in (self, other)
+        )
+        if mine != theirs:
+            _check.fail("other", f"a sum with parts {mine}", theirs, _MERGE_REMEDY)
         scales = tuple(map(_merged_scale, self.noise_scales, other.noise_scales))
         parts = jax.tree.map(jnp.add, self.parts, other.parts)
-        return dataclasses.replace(self, parts=parts, noise_scales=scales)
+        rows = self.rows + other.rows
+        rounding = max(self.rounding, other.rounding) + _tree.rounding(rows) / 3
+        return dataclasses.replace(
+            self, parts=parts, noise_scales=scales, rows=rows, rounding=rounding
+        )
+
+
+def bounded_factors(
+    squared_norms: Sequence[Float[Array, " n"]],
+    mask: Mask,
+    factor: Callable[[Float[Array, " n"], int], Float[Array, " n"]],
+) -> tuple[list[Float[Array, " n"]], Bool[Array, " n"]]:
+    """Return clip factors with `norm * factor <= HEADROOM`, and which examples count.
+
+    An example counts if it is real and its norm and factor are finite in every group.
+
+    Args:
+      squared_norms: of each group, in units of its clip norm.
+      mask: False for padding.
+      factor: from (norms, group) to factors; bounded here, whatever it returns.
+    """
+    keep, factors = mask, []
+    for group, square in enumerate(squared_norms):
+        norm = jnp.sqrt(square)
+        chosen = jnp.clip(factor(norm, group), 0, jnp.minimum(HEADROOM / norm, _MOST))
+        keep = keep & jnp.isfinite(square) & jnp.isfinite(chosen)
+        factors.append(chosen)
+    return [jnp.where(keep, chosen, 0) for chosen in factors], keep
 
 
 _MERGE_REMEDY = "Merge sums that the same clipper made."
@@ -113,8 +154,8 @@ class NormClipper:
 
     Attributes:
       clip_norms: one bound a group.
-      factor: maps the norms of one group, in units of its clip norm, to factors with
-        `norm * factor <= HEADROOM`.
+      factor: maps the norms of one group, in units of its clip norm, to factors. Whatever it
+        returns, factors are kept within 0 and `HEADROOM / norm`.
       groups: a pytree of group labels like the parameters, or None for one group.
     """
 
@@ -143,13 +184,7 @@ class NormClipper:
           squared_norms: for each group, in units of its clip norm.
           mask: False for padding.
         """
-        keep = mask
-        for square in squared_norms:
-            keep = keep & jnp.isfinite(square)
-        return [
-            jnp.where(keep, self.factor(jnp.sqrt(square), group), 0)
-            for group, square in enumerate(squared_norms)
-        ], keep
+        return bounded_factors(squared_norms, mask, self.factor)
 
     def noise_scales(self) -> tuple[Scalar, ...]:
         """Return each group's noise scale; together they give L2 sensitivity 1."""
@@ -172,21 +207,29 @@ class NormClipper:
             _tree.weighted_sum(leaf, factors[label], keep)
             for leaf, label in zip(leaves, labels, strict=True)
         ]
-        return self.clipped_sum(jax.tree.unflatten(structure, sums))
+        rows = mask.shape[0]
+        return self.clipped_sum(
+            jax.tree.unflatten(structure, sums), rows=rows, rounding=_tree.rounding(rows)
+        )
 
-    def clipped_sum(self, total: PyTree) -> ClippedSum:
+    def clipped_sum(self, total: PyTree, *, rows: int, rounding: float) -> ClippedSum:
         """Label a sum of this clipper's contributions with its noise scales."""
         scales = self.noise_scales()
         if len(scales) == 1:
-            return ClippedSum((total,), scales)
+            return ClippedSum((total,), scales, rows=rows, rounding=rounding)
         leaves, structure = jax.tree.flatten(total)
         labels = self.labels(total)
         return GroupedSum(
-            tuple(leaves), tuple(scales[label] for label in labels), structure=structure
+            tuple(leaves),
+            tuple(scales[label] for label in labels),
+            rows=rows,
+            rounding=rounding,
+            structure=structure,
         )
 
 
-def _shrink(norm: Float[Array, " n"], group: int) -> Float[Array, " n"]:
+def shrink(norm: Float[Array, " n"], group: int) -> Float[Array, " n"]:
+    """Return the factors of ordinary clipping: 1 within the clip norm, else down to it."""
     del group
     return jnp.minimum(1, HEADROOM / norm)
 
@@ -197,12 +240,14 @@ def clip_by_norm(clip_norm: Scalar) -> NormClipper:
     **Guarantee.** The sum of the $\bar g_i$ has L2 sensitivity C under zero-out and add-or-remove
     adjacency, 2C under replace-one. One part, noise scale C.
 
-    Examples that are masked, or whose norm is not finite in float32 (NaN, infinity, overflow),
-    contribute exactly zero and change nothing else. Norms and sums are float32 or wider.
+    Examples that are masked, or whose norm is not finite in float32 in units of C (NaN, infinity,
+    more than about 1e19 C), contribute exactly zero and change nothing else. Norms and sums are
+    float32 or wider; sums are added in pairs, and what rounding may still add to the sensitivity
+    (4e-7 times the number of rows, relative) is recorded and paid for in the noise.
 
     Args:
-      clip_norm: C > 0, in units of the gradient; infinity means no clipping (then only a noise
-        multiplier of 0 makes sense). May be traced.
+      clip_norm: C, in units of the gradient, from 1e-12 to 1e12; infinity means no clipping (then
+        only a noise multiplier of 0 makes sense). May be traced (float32).
 
     Returns:
       A clipper `(per_example, mask) -> ClippedSum`; `per_example` is a pytree of (n, ...) floating
@@ -210,7 +255,7 @@ def clip_by_norm(clip_norm: Scalar) -> NormClipper:
 
     Raises:
       TypeError: `clip_norm` is not a number or floating scalar.
-      ValueError: `clip_norm` is not positive.
+      ValueError: `clip_norm` is out of range.
 
     >>> import jax.numpy as jnp, jdp, numpy as np
     >>> gradients = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4], [jnp.nan, 0.0]])}
@@ -218,7 +263,7 @@ def clip_by_norm(clip_norm: Scalar) -> NormClipper:
     >>> print(np.asarray(clipped.parts[0]["w"]).round(3), clipped.noise_scales)
     [0.9 1.2] (1.0,)
     """
-    return NormClipper((_check.clip_norm("clip_norm", clip_norm),), _shrink)
+    return NormClipper((_check.clip_norm("clip_norm", clip_norm),), shrink)
 
 
 def clip_by_group(clip_norms: Sequence[Scalar], groups: PyTree) -> NormClipper:
@@ -257,7 +302,7 @@ def clip_by_group(clip_norms: Sequence[Scalar], groups: PyTree) -> NormClipper:
             TypeError,
         )
     norms = tuple(_check.clip_norm(f"clip_norms[{i}]", norm) for i, norm in enumerate(clip_norms))
-    return NormClipper(norms, _shrink, groups)
+    return NormClipper(norms, shrink, groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +311,9 @@ class _Automatic:
 
     def __call__(self, norm: Float[Array, " n"], group: int) -> Float[Array, " n"]:
         del group
-        return HEADROOM / (norm + self.stabilizer)
+        # A stabilizer below this could not be told from zero; NaN drops every example.
+        stabilizer = jnp.maximum(jnp.asarray(self.stabilizer, norm.dtype), 1e-6)
+        return HEADROOM / (norm + stabilizer)
 
 
 def clip_automatic(clip_norm: Scalar = 1.0, *, stabilizer: Scalar = 0.01) -> NormClipper:
@@ -280,7 +327,7 @@ def clip_automatic(clip_norm: Scalar = 1.0, *, stabilizer: Scalar = 0.01) -> Nor
 
     Args:
       clip_norm: C, finite and > 0. May be traced.
-      stabilizer: $\gamma > 0$, in units of the gradient. May be traced.
+      stabilizer: $\gamma > 0$, in units of the gradient; at least 1e-6 C is used. May be traced.
 
     Returns:
       A clipper, as `jdp.clip_by_norm`.
@@ -294,12 +341,8 @@ def clip_automatic(clip_norm: Scalar = 1.0, *, stabilizer: Scalar = 0.01) -> Nor
     >>> print(np.asarray(clipped.parts[0]).round(2))
     [0.6 0.8]
     """
-    for name, value in (("clip_norm", clip_norm), ("stabilizer", stabilizer)):
-        _check.number(
-            name,
-            value,
-            above=0,
-            traced=True,
-            remedy="Use clip_norm=1.0 and stabilizer=0.01 as in the paper.",
-        )
+    clip_norm = _check.clip_norm("clip_norm", clip_norm)
+    remedy = "Use clip_norm=1.0 and stabilizer=0.01 as in the paper."
+    _check.number("clip_norm", clip_norm, above=0, traced=True, remedy=remedy)
+    _check.number("stabilizer", stabilizer, above=0, traced=True, remedy=remedy)
     return NormClipper((clip_norm,), _Automatic(stabilizer / clip_norm))

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jdp import _check, _tree
 from jdp._typing import Adjacency, Key, Loss, Mask, Params, PerExample, PyTree, Scalar
@@ -20,18 +20,13 @@ from jdp.aggregate import (
     initial_state,
     transformation,
 )
-from jdp.clipping import HEADROOM, ClippedSum, Clipper
+from jdp.clipping import ClippedSum, Clipper, bounded_factors, shrink
 from jdp.gradients import per_example_grad
-from jdp.noise import add_noise, adjacency_of
+from jdp.noise import add_noise, adjacency_of, step_key
 from jdp.subspace import Bases, allocate_rank, lift, project, public_bases
 
 NoiseSplit = Literal["equal", "optimal"]
 PublicGradients = Callable[[Params, Key], PerExample]
-
-# |g|^2 - |Bg|^2 in float32 is off by less than this times |g|^2 (measured: 4e-7 at p = 40,000);
-# the basis's own error is measured each time and added.
-MARGIN = 1e-5
-_START = 2**32 - 1  # folded in for the first bases: no step's number
 
 
 @jax.tree_util.register_dataclass
@@ -60,9 +55,10 @@ def clip_in_subspace(
     $$ \Big(\sum_i w_i \min(1, S_1/|w_i|),\quad \sum_i r_i \min(1, S_2/|r_i|)\Big),
        \qquad r_i = g_i - B^\top w_i $$
 
-    (Yu et al. 2021, Algorithm 2.) Residuals are never written out: their norm comes from
-    $|r|^2 = |g|^2 - |w|^2$, raised by a margin of $(10^{-5} + |BB^\top - I|_F)\,|g|^2$ that covers
-    rounding and imperfect bases, and their sum is $\sum c_i g_i - B^\top \sum c_i w_i$.
+    (Yu et al. 2021, Algorithm 2.) Each residual is computed, and clipped by its own norm, not by
+    $|g|^2 - |w|^2$: that saves a product, but float32 rounding can make it small when the residual
+    is not (measured: contributions of 9.9 $S_2$ at p = 262,144). So the bases need not even be
+    orthonormal for the guarantee. Residuals of a microbatch exist at a time (`jdp.clipped_grad`).
 
     **Guarantee.** The two sums change by at most $S_1$ and $S_2$. With noise scales
     $(a_1 S_1, a_2 S_2)$, $1/a_1^2 + 1/a_2^2 = 1$, the joint L2 sensitivity is 1 in these units
@@ -94,61 +90,43 @@ def clip_in_subspace(
     >>> [part.round(2).tolist() for part in (clipped.parts[0][0], clipped.parts[1])]
     [[5.0], [0.0, 1.0, 0.0]]
     """
-    check_clip_norms(clip_norms)
-    s1, s2 = clip_norms
+    s1, s2 = check_clip_norms(clip_norms)
     _check.choice("noise_split", noise_split, ("equal", "optimal"))
 
     def clipper(per_example: PerExample, mask: Mask) -> SubspaceSum:
-        _tree.num_examples(per_example, mask)
-        leaves, structure = jax.tree.flatten(per_example)
+        rows = _tree.num_examples(per_example, mask)
         embeddings = project(bases, per_example)
-        w2 = _tree.squared_norms(embeddings, s1)
-        if s2 is None:
-            keep = mask & jnp.isfinite(w2)
-            embedding = _clipped(embeddings, _shrink(w2), keep)
-            return SubspaceSum((embedding,), (s1,), bases=bases)
-        g2 = _tree.squared_norms(leaves, s2)
-        w2_in_s2 = _tree.squared_norms(embeddings, s2)
-        r2 = jnp.maximum(g2 - w2_in_s2, 0) + (MARGIN + bases.error) * g2
-        keep = mask & jnp.isfinite(w2) & jnp.isfinite(w2_in_s2) & jnp.isfinite(r2)
-        if joint_clip:
-            a = c = _shrink(w2 + r2)
-            scales = (s1, s2)
-        else:
-            a, c = _shrink(w2), _shrink(r2)
+        halves: list[tuple[PyTree, Scalar]] = [(embeddings, s1)]
+        scales: tuple[Scalar, ...] = (s1,)
+        if s2 is not None:
+            inside = lift(bases, embeddings)
+            residuals = jax.tree.map(lambda g, part: _tree.wide(g) - part, per_example, inside)
+            halves.append((residuals, s2))
             k = sum(embedding.shape[1] for embedding in embeddings)
-            p = sum(leaf[0].size for leaf in jax.tree.leaves(bases.rows))
+            p = sum(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(per_example))
             a1, a2 = _split(s1 * math.sqrt(k), s2 * math.sqrt(p), noise_split)
-            scales = (a1 * s1, a2 * s2)
-        shadow = lift(bases, _clipped(embeddings, c, keep))
-        residual = [
-            _tree.weighted_sum(leaf, jnp.where(keep, c, 0), keep) - inside
-            for leaf, inside in zip(leaves, jax.tree.leaves(shadow), strict=True)
-        ]
-        parts = (_clipped(embeddings, a, keep), jax.tree.unflatten(structure, residual))
-        return SubspaceSum(parts, scales, bases=bases)
+            scales = (s1, s2) if joint_clip else (a1 * s1, a2 * s2)
+        squares = [_tree.squared_norms(jax.tree.leaves(half), norm) for half, norm in halves]
+        if joint_clip and s2 is not None:
+            squares = [squares[0] + squares[1]] * 2
+        factors, keep = bounded_factors(squares, mask, shrink)
+        parts = tuple(
+            jax.tree.map(lambda leaf, f=factor: _tree.weighted_sum(leaf, f, keep), half)
+            for (half, _), factor in zip(halves, factors, strict=True)
+        )
+        return SubspaceSum(parts, scales, rows=rows, rounding=_tree.rounding(rows), bases=bases)
 
     return clipper
 
 
-def check_clip_norms(clip_norms: tuple[Scalar, Scalar | None]) -> None:
-    """Check that it is a pair of clip norms, of which the second may be None."""
+def check_clip_norms(clip_norms: tuple[Scalar, Scalar | None]) -> tuple[Scalar, Scalar | None]:
+    """Return the pair of clip norms, checked; the second may be None."""
     if not isinstance(clip_norms, tuple) or len(clip_norms) != 2:
         _check.fail("clip_norms", "a pair (S1, S2)", clip_norms, "Try (10.0, 2.0).", TypeError)
-    for index, norm in enumerate(clip_norms):
-        if norm is not None or index == 0:
-            _check.clip_norm(f"clip_norms[{index}]", norm)
-
-
-def _shrink(square: Float[Array, " n"]) -> Float[Array, " n"]:
-    return jnp.minimum(1, HEADROOM / jnp.sqrt(square))
-
-
-def _clipped(
-    embeddings: tuple[Float[Array, "n k_g"], ...], factors: Float[Array, " n"], keep: Array
-) -> tuple[Float[Array, " k_g"], ...]:
-    factors = jnp.where(keep, factors, 0)
-    return tuple(_tree.weighted_sum(embedding, factors, keep) for embedding in embeddings)
+    first, second = clip_norms
+    return _check.clip_norm("clip_norms[0]", first), (
+        None if second is None else _check.clip_norm("clip_norms[1]", second)
+    )
 
 
 def _split(a: Scalar, d: Scalar, noise_split: NoiseSplit) -> tuple[Scalar, Scalar]:
@@ -164,6 +142,7 @@ def random_label_gradients(
     *,
     num_classes: int,
     microbatch_size: int | None = None,
+    trainable: PyTree | None = None,
 ) -> PublicGradients:
     """Return the paper's anchors: gradients of public images under fresh uniform random labels.
 
@@ -176,6 +155,7 @@ def random_label_gradients(
       images: (m, ...) PUBLIC inputs.
       num_classes: labels are drawn from 0..num_classes-1.
       microbatch_size: how many gradients to compute at a time; all by default.
+      trainable: as in `jdp.per_example_grad`; the same as for the private gradients.
 
     Returns:
       `(params, key) -> gradients`, leaves of shape (m, ...).
@@ -196,7 +176,7 @@ def random_label_gradients(
     if jnp.ndim(images) < 1 or jnp.shape(images)[0] == 0:
         _check.fail("images", "of shape (m, ...), m >= 1", images, "Give public images.")
     images = jnp.asarray(images)
-    gradients = per_example_grad(loss)
+    gradients = per_example_grad(loss, trainable=trainable)
 
     def anchors(params: Params, key: Key) -> PerExample:
         labels = jax.random.randint(key, images.shape[:1], 0, num_classes)
@@ -255,9 +235,9 @@ def gep(
       key: one typed, secret PRNG key.
       public_gradients: `(params, key) -> per-example gradients` of public data, for example
         `jdp.random_label_gradients(...)`.
-      groups: labels like the parameters, each group with a basis of its own and a share of the
-        rank in proportion to the root of its size (`jdp.group_leaves(params, 5)`); one group by
-        default.
+      groups: labels like the (trainable) parameters, each group with a basis of its own and a
+        share of the rank in proportion to the root of its size (`jdp.group_leaves(params, 5)`);
+        one group by default.
       refresh_every: steps between new bases; the paper uses 1.
       power_iterations: the paper uses 1.
       warm_start: start the power iteration from the last bases.
@@ -303,24 +283,23 @@ def gep(
         )
 
     def init_fn(params: Params) -> SubspaceState:
-        labels = _tree.group_labels(groups, params)
         anchors = jax.eval_shape(public_gradients, params, key)
         check_per_example(params, anchors)
-        num_anchors = jax.tree.leaves(anchors)[0].shape[0]
+        labels = _tree.group_labels(groups, anchors)
+        leaves, structure = jax.tree.flatten(anchors)
         sizes = [
-            sum(leaf.size for leaf in leaves) for leaves in _tree.leaves_by_group(params, labels)
+            sum(math.prod(leaf.shape[1:]) for leaf in group)
+            for group in _tree.leaves_by_group(anchors, labels)
         ]
-        ranks = allocate_rank(rank, sizes, num_anchors)
-        leaves, structure = jax.tree.flatten(params)
-        start_keys = jax.random.split(jax.random.fold_in(key, _START), len(leaves))
+        ranks = allocate_rank(rank, sizes, leaves[0].shape[0])
+        start_keys = jax.random.split(step_key(key, "start", jnp.zeros((), int)), len(leaves))
         start = [
-            jax.random.normal(leaf_key, (ranks[label], *jnp.shape(leaf)), jnp.float32)
+            jax.random.normal(leaf_key, (ranks[label], *leaf.shape[1:]), jnp.float32)
             for leaf_key, leaf, label in zip(start_keys, leaves, labels, strict=True)
         ]
-        # Not orthonormal, hence the infinite error; step 0 always refreshes.
-        error = jnp.asarray(jnp.inf, jnp.float32)
+        # Not orthonormal yet; step 0 always refreshes.
         return SubspaceState(
-            *initial_state(key), Bases(jax.tree.unflatten(structure, start), error, labels)
+            *initial_state(key), Bases(jax.tree.unflatten(structure, start), labels)
         )
 
     def update_fn(
@@ -333,9 +312,6 @@ def gep(
     ):
         del extra
         check_per_example(params, updates)
-        noise_key, label_key, sketch_key = jax.random.split(
-            jax.random.fold_in(state.key, state.step), 3
-        )
         old = state.bases
         ranks = {
             label: rows.shape[0]
@@ -344,8 +320,8 @@ def gep(
 
         def refresh() -> Bases:
             return public_bases(
-                sketch_key,
-                public_gradients(params, label_key),
+                step_key(state.key, "sketch", state.step),
+                public_gradients(params, step_key(state.key, "labels", state.step)),
                 [ranks[group] for group in sorted(ranks)],
                 old.groups,
                 iterations=power_iterations,
@@ -360,7 +336,10 @@ def gep(
             bases, clip_norms, noise_split=noise_split, joint_clip=joint_clip
         )
         estimate = add_noise(
-            noise_key, clipper(updates, mask), noise_multiplier, adjacency=adjacency
+            step_key(state.key, "noise", state.step),
+            clipper(updates, mask),
+            noise_multiplier,
+            adjacency=adjacency,
         )
         update = as_update(estimate, params, batch_size)
         return update, SubspaceState(state.key, state.step + 1, bases)

@@ -54,6 +54,14 @@ def _leading_size(batch: PyTree) -> int:
     return sizes.pop()[0]
 
 
+def _compensated_add(total: PyTree, lost: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
+    """Kahan addition: return the new total, and what rounding put in it too much."""
+    correct = jax.tree.map(jnp.subtract, part, lost)
+    new = jax.tree.map(jnp.add, total, correct)
+    lost = jax.tree.map(lambda new, old, added: (new - old) - added, new, total, correct)
+    return new, lost
+
+
 def per_example_grad(
     loss: Loss, *, trainable: PyTree | None = None
 ) -> Callable[[Params, PyTree], PerExample]:
@@ -189,13 +197,15 @@ def clipped_grad(
         nothing = jax.tree.map(lambda leaf: jnp.asarray(leaf)[:0], batch)
         empty = clipper(gradients(params, nothing), jnp.zeros(0, bool))
 
-        def add(parts: tuple[PyTree, ...], chunk: tuple[jax.Array, jax.Array]):
+        def add(carry: tuple[PyTree, PyTree], chunk: tuple[jax.Array, jax.Array]):
             rows, real = chunk
             part = jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows], batch)
-            total = dataclasses.replace(empty, parts=parts)
-            return total.merge(clipper(gradients(params, part), real)).parts, None
+            return _compensated_add(*carry, clipper(gradients(params, part), real).parts), None
 
-        parts, _ = jax.lax.scan(add, empty.parts, (rows, real))
-        return dataclasses.replace(empty, parts=parts)
+        lost = jax.tree.map(jnp.zeros_like, empty.parts)
+        (parts, _), _ = jax.lax.scan(add, (empty.parts, lost), (rows, real))
+        padded = steps * microbatch_size
+        rounding = _tree.rounding(microbatch_size) + _tree.rounding(padded)
+        return dataclasses.replace(empty, parts=parts, rows=padded, rounding=rounding)
 
     return clipped_sum

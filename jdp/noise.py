@@ -3,9 +3,10 @@
 import os
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jdp import _check, _tree
 from jdp._typing import Adjacency, Key, PyTree, Scalar
@@ -22,10 +23,19 @@ def secure_key() -> Key:
     Returns:
       A typed key of JAX's default implementation, shape ().
 
+    Raises:
+      RuntimeError: called while JAX traces a function: the key would be a constant of the compiled
+        program, and every call of it would repeat the noise.
+
     >>> import jdp
     >>> jdp.secure_key().shape
     ()
     """
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise RuntimeError(
+            "`jdp.secure_key()` must be called outside jit, but got called while JAX traces a "
+            "function, which would repeat the key in every call. Pass the key in as an argument."
+        )
     data = jax.eval_shape(jax.random.key_data, jax.eval_shape(jax.random.key, 0))
     entropy = np.frombuffer(os.urandom(4 * data.size), np.uint32).reshape(data.shape)
     return jax.random.wrap_key_data(jnp.asarray(entropy))
@@ -38,7 +48,22 @@ def _gaussian(
     # Zero times an infinite scale (an unclipped sum) means no noise. Anything else that is not
     # finite stays so: NaN noise destroys the release, which is safe.
     std = jnp.where(noise_multiplier == 0, 0, noise_multiplier * scale).astype(dtype)
-    return std * jax.random.normal(key, leaf.shape, dtype)
+    # One float32 draw has only 2^23 values, so a coordinate that nobody contributed to could be
+    # told by its value being one of them. The sum of two draws has no such pattern.
+    one, two = jax.random.normal(key, (2, *leaf.shape), dtype) * (std * 0.5**0.5)
+    return one + two
+
+
+_TAGS = {"noise": 0x6E6F6973, "labels": 0x6C61626C, "sketch": 0x736B6574}
+_TAGS |= {"start": 0x73746172}
+
+
+def step_key(key: Key, purpose: str, step: Int[Array, ""]) -> Key:
+    """Return a transformation's key for one purpose at one step.
+
+    Tagged by purpose, so that no two uses of one key, nor small numbers folded in elsewhere, meet.
+    """
+    return jax.random.fold_in(jax.random.fold_in(key, _TAGS[purpose]), step)
 
 
 def add_noise(
@@ -55,7 +80,9 @@ def add_noise(
     `GaussianDpEvent(z)`, whatever the number of parts. The factor a is 1 for zero-out and
     add-or-remove; under replace-one it is 2 (sqrt 2 for one-hot votes). What is returned is
     post-processing of the noised parts (Dwork et al. 2006; Balle and Wang 2018 for the exact
-    curve). Use each key once. Noise is float32 (or wider), independent over leaves and parts.
+    curve). Use each key once. Noise is float32 (or wider), independent over leaves and parts, each
+    value the sum of two draws; its standard deviation includes the sum's rounding margin. The
+    guarantee is for real arithmetic up to that: a float32 release has finite resolution.
 
     Args:
       key: one typed PRNG key, secret (`jdp.secure_key()`), never used before.
@@ -63,7 +90,8 @@ def add_noise(
       noise_multiplier: z >= 0, usually `plan.noise_multiplier`; 0 adds nothing and is not private.
         May be traced.
       adjacency: "zero-out", "add-remove" or "replace-one". By default that of
-        `noise_multiplier`, if a plan or calibration made it, else "zero-out".
+        `noise_multiplier`, if a plan or calibration made it, else "zero-out". Required when
+        `noise_multiplier` is an array, which remembers nothing.
 
     Returns:
       The estimate of the sum, shaped like one contribution. Not divided by anything.
@@ -71,7 +99,8 @@ def add_noise(
     Raises:
       TypeError: `key` is no typed key, `clipped_sum` no ClippedSum, or a number has another type.
       ValueError: z is negative or NaN, z > 0 with an infinite clip norm, or `adjacency` is unknown
-        or differs from the one that `noise_multiplier` was calibrated for.
+        or differs from the one that `noise_multiplier` was calibrated for, or is missing where
+        `noise_multiplier` is an array.
 
     >>> import jax, jax.numpy as jnp, jdp
     >>> clipped = jdp.clip_by_norm(1.0)(jnp.ones((3, 2)), jnp.array([True, True, False]))
@@ -91,6 +120,7 @@ def add_noise(
     _check.noise_multiplier(noise_multiplier)
     replace_one = adjacency_of(noise_multiplier, adjacency) == "replace-one"
     factor = clipped_sum.replace_one_factor if replace_one else 1.0
+    factor *= 1 + clipped_sum.rounding
     known = _check.is_static_number
     for scale in clipped_sum.noise_scales:
         if known(scale) and np.isinf(scale) and known(noise_multiplier) and noise_multiplier > 0:
@@ -119,9 +149,17 @@ def adjacency_of(noise_multiplier: Scalar, adjacency: Adjacency | None) -> Adjac
     """Return the adjacency to use, given the one asked for and the one the multiplier carries.
 
     Raises:
-      ValueError: they differ, or the one asked for is unknown.
+      ValueError: they differ, the one asked for is unknown, or an array comes without any.
     """
     carried = getattr(noise_multiplier, "adjacency", None)
+    if adjacency is None and not _check.is_static_number(noise_multiplier):
+        _check.fail(
+            "adjacency",
+            "given when noise_multiplier is an array",
+            adjacency,
+            "An array forgets what it was calibrated for; pass adjacency=plan.adjacency, or "
+            '"zero-out" if no plan made it.',
+        )
     if adjacency is None:
         return carried or "zero-out"
     _check.choice("adjacency", adjacency, ("zero-out", "add-remove", "replace-one"))
