@@ -86,10 +86,11 @@ def stage_groups(params: Any) -> Any:
 
 
 class PatchConv(nn.Module):
-    """`nn.Conv` with square kernels, as one matrix product over gathered patches.
+    """`nn.Conv` with square kernels, as one matrix product over patches.
 
     The parameters are those of `nn.Conv`. Under `vmap(grad)` a convolution becomes a grouped one,
-    which XLA runs slowly on CPUs; a batched matrix product is 1.7 times as fast in `MnistCNN`.
+    which XLA runs slowly on CPUs. Here strides move into the channels first (space to depth), so
+    that patches are plain slices: 2.6 times as fast as gathered patches in `MnistCNN`.
     """
 
     features: int
@@ -99,27 +100,43 @@ class PatchConv(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
-        """(batch, height, width, channels) in and out."""
-        channels, size = images.shape[-1], self.size
+        """(batch, height, width, channels) in and out; the stride must divide the size."""
+        (batch, height, width, channels), stride = images.shape, self.stride
+        blocks = self.size // stride
         kernel = self.param(
-            "kernel", nn.initializers.lecun_normal(), (size, size, channels, self.features)
+            "kernel",
+            nn.initializers.lecun_normal(),
+            (self.size, self.size, channels, self.features),
         )
-        for axis in (1, 3):  # gathering the rows moves the columns from axis 2 to axis 3
-            length = images.shape[axis]
-            count = (length - size) // self.stride + 1
-            if self.padding == "SAME":
-                count = -(-length // self.stride)
-                total = max((count - 1) * self.stride + size - length, 0)
-                widths = [(0, 0)] * images.ndim
-                widths[axis] = (total // 2, total - total // 2)
-                images = jnp.pad(images, widths)
-            window = jnp.arange(count)[:, None] * self.stride + jnp.arange(size)
-            images = jnp.take(images, window, axis=axis)
-        # (batch, rows, kernel row, columns, kernel column, channels)
-        batch, rows, _, columns = images.shape[:4]
-        patches = images.swapaxes(2, 3).reshape(batch, rows * columns, size * size * channels)
-        outputs = patches @ kernel.reshape(-1, self.features)
-        outputs = outputs + self.param("bias", nn.initializers.zeros, (self.features,))
+        counts, pads = [], [(0, 0)]
+        for length in (height, width):
+            count = (
+                -(-length // stride)
+                if self.padding == "SAME"
+                else (length - self.size) // stride + 1
+            )
+            missing = (count - 1 + blocks) * stride - length
+            low = max(missing, 0) // 2 if self.padding == "SAME" else 0
+            counts.append(count)
+            pads.append((low, missing - low))
+        rows, columns = counts
+        zero = jnp.zeros((), images.dtype)
+        images = jax.lax.pad(images, zero, [(low, high, 0) for low, high in [*pads, (0, 0)]])
+        images = images.reshape(
+            batch, rows - 1 + blocks, stride, columns - 1 + blocks, stride, channels
+        ).swapaxes(2, 3)
+        patches = jnp.stack(
+            [
+                images[:, i : i + rows, j : j + columns]
+                for i in range(blocks)
+                for j in range(blocks)
+            ],
+            axis=3,
+        ).reshape(batch, rows * columns, -1)
+        # Kernel entries in the order of the patches: block, then place in the block, then channel.
+        shape = (blocks, stride, blocks, stride, channels, self.features)
+        weights = kernel.reshape(shape).swapaxes(1, 2).reshape(-1, self.features)
+        outputs = patches @ weights + self.param("bias", nn.initializers.zeros, (self.features,))
         return outputs.reshape(batch, rows, columns, self.features)
 
 

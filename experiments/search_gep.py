@@ -68,14 +68,14 @@ def draw(method: str, generator: np.random.RandomState, size: int, layers: int) 
         return Setting(
             steps=pick(300, 600, 1_000), batch_size=pick(32, 64, 128), learning_rate=rate
         )
-    s1 = log_uniform(0.1, 2.0)
+    s1 = log_uniform(0.5, 5.0)
     return Setting(
-        steps=pick(100, 200, 300, 500),
+        steps=pick(60, 100, 200, 300),
         batch_size=round(size * pick(0.05, 0.1, 0.2)),
         learning_rate=log_uniform(0.01, 0.5),
         schedule=pick("constant", "cosine"),
-        clip_norm=log_uniform(0.1, 2.0),
-        clip_norms=(s1, float(f"{s1 * generator.uniform(0.1, 0.8):.2g}")),
+        clip_norm=log_uniform(0.1, 5.0),
+        clip_norms=(s1, float(f"{s1 * generator.uniform(0.05, 0.5):.2g}")),
         rank=pick(50, 100, 150, 250),
         groups=pick(1, layers),
         refresh_every=pick(5, 10, 25),
