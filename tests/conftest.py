@@ -7,8 +7,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("ci")
 
-# The host rooms and the experiments follow NumPy's promotion; the trusted core bears strictness.
-LENIENT = ("test_datasets", "test_models", "test_experiments")
+# The trusted core bears strictness. What wraps it (optax, flax, the experiments) does not, and
+# misuse must be caught under the settings that users have.
+LENIENT = ("test_datasets", "test_models", "test_experiments", "test_misuse", "test_interop")
+LENIENT += ("test_aggregate",)
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +20,19 @@ def strict_promotion(request):
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+# Here compiling takes longer than running; XLA's optimisations are on in the contract table.
+UNOPTIMIZED = ("test_adaptive", "test_aggregate", "test_embedding", "test_interop")
+UNOPTIMIZED += ("test_misuse", "test_subspace", "test_twins")
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(request):
+    quick = request.module.__name__.split(".")[-1].startswith(UNOPTIMIZED)
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def test_merge_refuses_other_scales_and_kinds():
     grouped = jdp.clip_by_group((1.0, 1.0), GROUPS)(PARAMS_ROWS, jnp.asarray(ALL))
     with pytest.raises(TypeError, match="ClippedSum"):
         _sum().merge(grouped)
-    with pytest.raises(ValueError, match="structure"):
+    with pytest.raises(ValueError, match="parts"):
         other = jdp.clip_by_norm(1.0)(jnp.ones((6, 2)), jnp.asarray(ALL))
         _sum().merge(other)
 
@@ -109,6 +109,27 @@ def test_merge_of_traced_scales_keeps_the_larger():
     assert float(merged.noise_scales[0]) == 2.0
 
 
+@pytest.mark.parametrize("norm", [0.0, -1.0, 1e-20, 1e20, np.nan])
+def test_a_traced_clip_norm_out_of_range_releases_nothing(norm, key):
+    clip = jax.jit(lambda norm: jdp.clip_by_norm(norm)(PARAMS_ROWS, jnp.asarray(ALL)))
+    clipped = clip(jnp.float32(norm))
+    assert not flat(clipped.parts[0]).any()
+    assert np.isnan(flat(jdp.add_noise(key, clipped, 1.0))).all()
+
+
+def test_rounding_of_long_sums_is_within_the_margin():
+    n = 4096  # rows of one sign, the worst case for a plain float32 sum
+    x = (
+        jnp.full((n, 3), 1 / 3**0.5)
+        * (1 + 1e-3 * jnp.sin(jnp.arange(n, dtype=jnp.float32)))[:, None]
+    )
+    clip = jax.jit(lambda mask: jdp.clip_by_norm(1.0)(x, mask))
+    base, without = clip(jnp.ones(n, bool)), clip(jnp.arange(n) != 77)
+    change = np.linalg.norm(np.float64(base.parts[0]) - np.float64(without.parts[0]))
+    assert change <= 1 + base.rounding
+    assert base.rounding < 2e-3
+
+
 def test_a_clipped_sum_is_frozen_and_crosses_jit():
     clipped = jax.jit(lambda x: x)(_sum())
     np.testing.assert_array_equal(flat(clipped.parts[0]), flat(_sum().parts[0]))
@@ -120,6 +141,8 @@ BAD = [
     (lambda: jdp.clip_by_norm(0.0), ValueError, "clip_norm"),
     (lambda: jdp.clip_by_norm(-1.0), ValueError, "clip_norm"),
     (lambda: jdp.clip_by_norm(float("nan")), ValueError, "clip_norm"),
+    (lambda: jdp.clip_by_norm(1e-13), ValueError, "1e-12"),
+    (lambda: jdp.clip_by_norm(1e13), ValueError, r"1e\+12"),
     (lambda: jdp.clip_by_norm("1"), TypeError, "clip_norm"),
     (lambda: jdp.clip_by_norm(True), TypeError, "clip_norm"),
     (lambda: jdp.clip_by_norm(jnp.ones(2)), TypeError, "clip_norm"),

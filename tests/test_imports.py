@@ -1,0 +1,72 @@
+"""The import table: arrows go down only, so that the trusted core can be read by itself."""
+
+import ast
+import pathlib
+
+import pytest
+
+import jdp
+
+BASE = {"_typing", "_check", "_tree"}
+CORE = {"clipping", "noise"}
+TABLE = {
+    "_typing": set(),
+    "_check": set(),
+    "_tree": {"_typing", "_check"},
+    "clipping": BASE,
+    "noise": BASE | {"clipping"},
+    "gradients": BASE | {"clipping"},
+    "aggregate": BASE | CORE,
+    "adaptive": BASE | CORE | {"aggregate"},
+    "subspace": BASE,
+    "embedding": BASE | CORE | {"aggregate", "gradients", "subspace"},
+    # The host rooms know nothing of gradients.
+    "_accountants": {"_typing", "_check"},
+    "accounting": {"_typing", "_check", "_accountants"},
+    "sampling": {"_typing", "_check"},
+    "planning": {"_typing", "_check", "accounting", "sampling"},
+    "_cli": {"_typing", "_check", "accounting", "planning", "sampling"},
+}
+PACKAGE = pathlib.Path(jdp.__file__).parent
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+# What users of the core need not have.
+FORBIDDEN = {"flax", "tensorflow", "tensorflow_datasets", "experiments", "matplotlib", "tyro"}
+
+
+def _imports(module):
+    inside, outside = set(), set()
+    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            names = [node.module]
+            if node.module == "jdp":
+                names = [f"jdp.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            first, *rest = name.split(".")
+            if first == "jdp":
+                assert rest, f"{module} imports the whole package"
+                inside.add(rest[0])
+            else:
+                outside.add(first)
+    return inside, outside
+
+
+def test_table_is_complete():
+    assert sorted(TABLE) == MODULES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_arrows_go_down_only(module):
+    inside, outside = _imports(module)
+    assert inside <= TABLE[module], f"not in the table: {inside - TABLE[module]}"
+    assert not outside & FORBIDDEN
+
+
+def test_no_public_name_is_a_module():
+    public = {name for name in vars(jdp) if not name.startswith("_")}
+    functions = {name for name in public if callable(getattr(jdp, name))}
+    assert not functions & set(MODULES)
