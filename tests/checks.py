@@ -19,7 +19,6 @@ from jdp._typing import NoiseMultiplier
 
 ROUNDING = 3e-4  # of a float32 sum of six contributions, in units of the noise scale
 BATCH = 4.0  # the expected batch size in every check; never the number of rows
-QUICK = {"xla_backend_optimization_level": 0}  # to compile, where that is what takes time
 ALL = np.ones(ROWS, bool)
 NONE = np.zeros(ROWS, bool)
 
@@ -259,7 +258,7 @@ def _noise(door):
 
         return jax.lax.scan(step, tx.init(PARAMS), length=2)[1]
 
-    draws = jax.jit(jax.vmap(draw), compiler_options=QUICK)
+    draws = jax.jit(jax.vmap(draw))
     return np.asarray(draws(jax.random.split(jax.random.key(8), DRAWS)))
 
 

@@ -181,23 +181,24 @@ batch, mask = jax.device_put(batch, rows), jax.device_put(mask, rows)
 anchors = jdp.random_label_gradients(
     lambda w, example: jnp.sum((example[0] @ w - example[1]) ** 2), jnp.eye(4), num_classes=3)
 
-def step(key, w, batch, mask):
-    common = dict(batch_size=8, key=key)
+def sgd(key, w, batch, mask):
     sums = jdp.clipped_grad(loss, jdp.clip_by_norm(0.1))(w, batch, mask=mask)
-    one = jdp.privatize(1.0, **common)
-    two = jdp.gep(rank=2, clip_norms=(0.1, 0.02), noise_multiplier=1.0, public_gradients=anchors,
-                  **common)
-    grads = jdp.per_example_grad(loss)(w, batch)
-    return (one.update(sums, one.init(w), w)[0],
-            two.update(grads, two.init(w), w, mask=mask)[0])
+    tx = jdp.privatize(1.0, batch_size=8, key=key)
+    return tx.update(sums, tx.init(w), w)[0]
 
-updates = jax.jit(step)(jax.random.key(0), w, batch, mask)
-keys = jax.random.split(jax.random.key(1), 500)
-draws = jax.jit(jax.vmap(step, (0, None, None, None)))(keys, w, batch, jnp.zeros(16, bool))
+def gep(key, w, batch, mask):
+    tx = jdp.gep(rank=2, clip_norms=(0.1, 0.02), noise_multiplier=1.0, public_gradients=anchors,
+                 batch_size=8, key=key)
+    return tx.update(jdp.per_example_grad(loss)(w, batch), tx.init(w), w, mask=mask)[0]
+
+key = jax.random.key(0)
+updates = [jax.jit(step)(key, w, batch, mask) for step in (sgd, gep)]
+keys = jax.random.split(key, 1000)
+draws = jax.jit(jax.vmap(sgd, (0, None, None, None)))(keys, w, batch, jnp.zeros(16, bool))
 print(json.dumps({
     "devices": len(batch.sharding.device_set),
     "updates": [np.asarray(update).tolist() for update in updates],
-    "std": float(np.asarray(draws[0]).std()),
+    "std": float(np.asarray(draws).std()),
 }))
 """
 
@@ -220,4 +221,4 @@ def test_eight_devices_are_as_one():
     for a, b in zip(one["updates"], eight["updates"], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     # Once: not the root of 8 times as much, nor as little.
-    assert abs(eight["std"] / (0.1 / 8) - 1) < 0.05
+    assert abs(eight["std"] / (0.1 / 8) - 1) < 0.03

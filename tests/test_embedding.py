@@ -163,8 +163,7 @@ def _steps(tx, count, matrix):
         update, state = tx.update(tree_of(matrix), state, PARAMS, mask=MASK)
         return state, (update, state.bases.rows)
 
-    run = jax.jit(lambda: jax.lax.scan(step, tx.init(PARAMS), length=count), compiler_options=QUICK)
-    return run()[1]
+    return jax.jit(lambda: jax.lax.scan(step, tx.init(PARAMS), length=count))()[1]
 
 
 def test_update_is_that_of_the_oracle(key):
