@@ -68,13 +68,15 @@ def draw(method: str, generator: np.random.RandomState, size: int, layers: int) 
         return Setting(
             steps=pick(300, 600, 1_000), batch_size=pick(32, 64, 128), learning_rate=rate
         )
-    s1 = log_uniform(0.5, 5.0)
+    # What matters is the learning rate times the clip norm; drawing that keeps trials sensible.
+    clip, s1 = log_uniform(0.2, 4.0), log_uniform(0.5, 4.0)
+    reach = log_uniform(0.02, 0.4)
     return Setting(
         steps=pick(60, 100, 200, 300),
         batch_size=round(size * pick(0.05, 0.1, 0.2)),
-        learning_rate=log_uniform(0.01, 0.5),
+        learning_rate=float(f"{reach / (clip if method == 'dp-sgd' else s1):.2g}"),
         schedule=pick("constant", "cosine"),
-        clip_norm=log_uniform(0.1, 5.0),
+        clip_norm=clip,
         clip_norms=(s1, float(f"{s1 * generator.uniform(0.05, 0.5):.2g}")),
         rank=pick(50, 100, 150, 250),
         groups=pick(1, layers),

@@ -1,12 +1,13 @@
 """The trusted core, second half: the only place in jdp where noise is drawn."""
 
+import itertools
 import os
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jdp import _check, _tree
 from jdp._typing import Adjacency, Key, PyTree, Scalar
@@ -41,17 +42,28 @@ def secure_key() -> Key:
     return jax.random.wrap_key_data(jnp.asarray(entropy))
 
 
-def _gaussian(
-    key: Key, leaf: Float[Array, "..."], noise_multiplier: Scalar, scale: Scalar
-) -> Float[Array, "..."]:
-    dtype = _tree.wide_dtype(leaf.dtype)
+def _gaussian(key: Key, leaves: list[Array]) -> list[Array]:
+    """Return standard normal noise for each leaf, float32 or wider.
+
+    One float32 draw has only 2^23 values, so a coordinate that nobody contributed to could be told
+    by its value being one of them. Two draws are therefore returned, on a leading axis, to be
+    scaled and added. One call for all leaves compiles much faster than one a leaf.
+    """
+    dtype = max((leaf.dtype for leaf in leaves), key=lambda dtype: dtype.itemsize)
+    ends = list(itertools.accumulate(leaf.size for leaf in leaves))
+    draws = jax.random.normal(key, (2, ends[-1]), dtype) * 0.5**0.5
+    return [
+        part.reshape(2, *leaf.shape)
+        for part, leaf in zip(jnp.split(draws, ends[:-1], axis=1), leaves, strict=True)
+    ]
+
+
+def _add(leaf: Array, draws: Array, noise_multiplier: Scalar, scale: Scalar) -> Array:
     # Zero times an infinite scale (an unclipped sum) means no noise. Anything else that is not
     # finite stays so: NaN noise destroys the release, which is safe.
-    std = jnp.where(noise_multiplier == 0, 0, noise_multiplier * scale).astype(dtype)
-    # One float32 draw has only 2^23 values, so a coordinate that nobody contributed to could be
-    # told by its value being one of them. The sum of two draws has no such pattern.
-    one, two = jax.random.normal(key, (2, *leaf.shape), dtype) * (std * 0.5**0.5)
-    return one + two
+    std = jnp.where(noise_multiplier == 0, 0, noise_multiplier * scale).astype(draws.dtype)
+    one, two = draws * std
+    return leaf + (one + two)
 
 
 _TAGS = {"noise": 0x6E6F6973, "labels": 0x6C61626C, "sketch": 0x736B6574}
@@ -136,11 +148,10 @@ def add_noise(
         for _ in jax.tree.leaves(part)
     ]
     leaves, structure = jax.tree.flatten(clipped_sum.parts)
+    leaves = [_tree.wide(leaf) for leaf in leaves]
     noised = [
-        _tree.wide(leaf) + _gaussian(leaf_key, leaf, noise_multiplier, scale)
-        for leaf_key, leaf, scale in zip(
-            jax.random.split(key, len(leaves)), leaves, scales, strict=True
-        )
+        _add(leaf, draws, noise_multiplier, scale)
+        for leaf, draws, scale in zip(leaves, _gaussian(key, leaves), scales, strict=True)
     ]
     return clipped_sum.combine(jax.tree.unflatten(structure, noised))
 

@@ -214,6 +214,11 @@ def bases_from_rows(
     return Bases(jax.tree.unflatten(structure, split), tuple(groups))
 
 
+def _natural(name: str) -> list[str | int]:
+    """Sort key by which layer2 comes before layer10: text and numbers alternate."""
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
+
+
 def group_leaves(params: Params, num_groups: int) -> PyTree:
     """Return labels 0..G-1 that share out the parameters, whole layers at a time.
 
@@ -241,9 +246,7 @@ def group_leaves(params: Params, num_groups: int) -> PyTree:
     sizes: dict[str, int] = {}
     for parent, (_, leaf) in zip(parents, paths, strict=True):
         sizes[parent] = sizes.get(parent, 0) + jnp.size(leaf)
-    layers = sorted(
-        sizes, key=lambda name: [(len(part), part) for part in re.split(r"(\d+)", name)]
-    )
+    layers = sorted(sizes, key=_natural)
     _check.integer(
         "num_groups",
         num_groups,
