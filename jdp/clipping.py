@@ -17,7 +17,7 @@ multiplier z.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ class ClippedSum:
         (part,) = parts
         return part
 
-    def merge(self, other: Self) -> Self:
+    def merge(self, other: "ClippedSum") -> "ClippedSum":
         """Return the clipped sum over two disjoint sets of examples.
 
         The parts add up. The scales do not: an example is in one of the two sums. For gradient

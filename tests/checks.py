@@ -365,7 +365,19 @@ def check_state(door):
     assert not np.array_equal(flat(empty), flat(other))
 
 
+def check_outputs(door):
+    """C12: the state, like the update, tells of private data through the noised release only.
+
+    Under overwhelming noise (the adaptive clip norm then runs into its public bounds) the state
+    must be the same to the bit for unrelated private batches.
+    """
+    one, two = rows(["normal"] * ROWS, 61), rows(["huge", "nan", "zero"] * (ROWS // 3), 67)
+    states = [door.step(batch, mask, z=1e9)[1] for batch, mask in ((one, ALL), (two, NONE))]
+    assert_same_bits(*states)
+
+
 DOOR_CHECKS = (
+    check_outputs,
     check_noise_scale,
     check_noise_independence,
     check_divisor,

@@ -188,7 +188,13 @@ def basis_from_private_gradients(unit):
 # Broken doors ----------------------------------------------------------------------------------
 
 
-def door(name, release, divisor=lambda mask: BATCH, step_of=lambda step: step):
+def door(
+    name,
+    release,
+    divisor=lambda mask: BATCH,
+    step_of=lambda step: step,
+    next_of=lambda step, mask: step + 1,
+):
     """`release(key, clipped sum, noise multiplier, adjacency)` inside an optax transformation."""
 
     def make_with(clip_norm):
@@ -198,7 +204,7 @@ def door(name, release, divisor=lambda mask: BATCH, step_of=lambda step: step):
                 step_key = jax.random.fold_in(state.key, step_of(state.step))
                 total = release(step_key, clipped, noise_multiplier, adjacency)
                 update = jax.tree.map(lambda leaf: leaf / divisor(mask), total)
-                return update, state._replace(step=state.step + 1)
+                return update, state._replace(step=next_of(state.step, mask))
 
             inner = jdp.privatize(noise_multiplier, batch_size=BATCH, key=key, adjacency=adjacency)
             return optax.GradientTransformationExtraArgs(inner.init, update_fn)
@@ -308,6 +314,10 @@ TWINS = {
     "divided by the padded size": (
         checks.check_limit,
         door("", sound, divisor=lambda mask: float(mask.shape[0])),
+    ),
+    "empty batches not counted": (
+        checks.check_outputs,
+        door("", sound, next_of=lambda step, mask: step + jnp.any(mask).astype(step.dtype)),
     ),
     "replace-one without the factor": (
         checks.check_replace_one,
