@@ -179,7 +179,7 @@ DOORS = (
             batch_size=BATCH,
             key=key,
             initial_clip_norm=0.8,
-            count_noise_std=COUNT_STD,
+            count_noise_std=COUNT_STD * max(1.0, noise_multiplier),
             **options,
         ),
         white_adaptive,
