@@ -35,11 +35,9 @@ from experiments._run import UsageError
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "mnist-5k": {
         "non-private": {"steps": 300, "batch_size": 128, "learning_rate": 0.05},
-        "dp-sgd": {"steps": 200, "learning_rate": 0.05, "clip_norm": 1.0},
-        "b-gep": {"steps": 200, "clip_norms": (1.0, 0.2), "refresh_every": 10}
-        | {"schedule": "cosine"},
-        "gep": {"steps": 200, "clip_norms": (1.0, 0.2), "refresh_every": 10}
-        | {"schedule": "cosine"},
+        "dp-sgd": {"steps": 100, "learning_rate": 0.1, "clip_norm": 1.0},
+        "b-gep": {"steps": 300, "clip_norms": (0.5, 0.2), "refresh_every": 5},
+        "gep": {"steps": 300, "clip_norms": (0.5, 0.2), "refresh_every": 5},
         "public-only": {"steps": 300, "batch_size": 64, "learning_rate": 0.05},
     },
     "digits": {

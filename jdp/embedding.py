@@ -180,12 +180,14 @@ def random_label_gradients(
 
     def anchors(params: Params, key: Key) -> PerExample:
         labels = jax.random.randint(key, images.shape[:1], 0, num_classes)
+        # Or else XLA would work on these constants while it compiles, for seconds.
+        batch = (jax.lax.optimization_barrier(images), labels)
         if microbatch_size is None:
-            return gradients(params, (images, labels))
+            return gradients(params, batch)
         one = lambda example: jax.tree.map(  # noqa: E731
             lambda leaf: leaf[0], gradients(params, jax.tree.map(lambda x: x[None], example))
         )
-        return jax.lax.map(one, (images, labels), batch_size=microbatch_size)
+        return jax.lax.map(one, batch, batch_size=microbatch_size)
 
     return anchors
 
