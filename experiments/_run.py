@@ -133,17 +133,23 @@ def write_json(path: pathlib.Path, content: dict[str, Any]):
     partial.replace(path)
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, commit, command and time: enough to repeat a run."""
+def _commit() -> str:
     command = ["git", "-C", str(pathlib.Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
+        return "unknown"
+
+
+COMMIT = _commit()  # when the run started: the tree may move on while it runs
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit, command and time: enough to repeat a run."""
     return {
         "command": " ".join(["python", "-m", "experiments." + pathlib.Path(sys.argv[0]).stem])
         + "".join(f" {argument}" for argument in sys.argv[1:]),
-        "commit": commit,
+        "commit": COMMIT,
         "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
         "python": sys.version.split()[0],
         "backend": jax.default_backend(),
