@@ -11,6 +11,7 @@ from jdp import subspace as subspace
 from jdp.adaptive import dp_aggregate_adaptive as dp_aggregate_adaptive
 from jdp.aggregate import dp_aggregate as dp_aggregate
 from jdp.aggregate import privatize as privatize
+from jdp.anchors import random_label_gradients as random_label_gradients
 from jdp.clipping import ClippedSum as ClippedSum
 from jdp.clipping import clip_automatic as clip_automatic
 from jdp.clipping import clip_by_group as clip_by_group
@@ -18,7 +19,6 @@ from jdp.clipping import clip_by_norm as clip_by_norm
 from jdp.embedding import biased_gep as biased_gep
 from jdp.embedding import clip_in_subspace as clip_in_subspace
 from jdp.embedding import gep as gep
-from jdp.embedding import random_label_gradients as random_label_gradients
 from jdp.gradients import clipped_grad as clipped_grad
 from jdp.gradients import per_example_grad as per_example_grad
 from jdp.noise import add_noise as add_noise

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import optax
 from jaxtyping import Array, Int
 
 from jdp import _check, _tree
-from jdp._typing import Adjacency, Key, Loss, Mask, Params, PerExample, PyTree, Scalar
+from jdp._typing import Adjacency, Key, Mask, Params, PerExample, PyTree, Scalar
 from jdp.aggregate import (
     as_update,
     check_divisor,
@@ -20,13 +19,12 @@ from jdp.aggregate import (
     initial_state,
     transformation,
 )
+from jdp.anchors import PublicGradients
 from jdp.clipping import ClippedSum, Clipper, bounded_factors, shrink
-from jdp.gradients import per_example_grad
 from jdp.noise import add_noise, adjacency_of, step_key
 from jdp.subspace import Bases, allocate_rank, lift, project, public_bases
 
 NoiseSplit = Literal["equal", "optimal"]
-PublicGradients = Callable[[Params, Key], PerExample]
 
 
 @jax.tree_util.register_dataclass
@@ -134,62 +132,6 @@ def _split(a: Scalar, d: Scalar, noise_split: NoiseSplit) -> tuple[Scalar, Scala
     if noise_split == "equal":
         return math.sqrt(2), math.sqrt(2)
     return ((a + d) / a) ** 0.5, ((a + d) / d) ** 0.5
-
-
-def random_label_gradients(
-    loss: Loss,
-    images: Array,
-    *,
-    num_classes: int,
-    microbatch_size: int | None = None,
-    trainable: PyTree | None = None,
-) -> PublicGradients:
-    """Return the paper's anchors: gradients of public images under fresh uniform random labels.
-
-    (Yu et al. 2021, section 3.3.) Labels of the public images are not needed; random ones also
-    keep the anchor gradients from vanishing as training goes on.
-
-    Args:
-      loss: `loss(params, (image, label)) -> scalar` for one example, as in
-        `jdp.per_example_grad`; the label is an int32 scalar.
-      images: (m, ...) PUBLIC inputs.
-      num_classes: labels are drawn from 0..num_classes-1.
-      microbatch_size: how many gradients to compute at a time; all by default.
-      trainable: as in `jdp.per_example_grad`; the same as for the private gradients.
-
-    Returns:
-      `(params, key) -> gradients`, leaves of shape (m, ...).
-
-    Raises:
-      TypeError: `num_classes` or `microbatch_size` is not an integer.
-      ValueError: they are out of range, or there is no image.
-
-    >>> import jax, jax.numpy as jnp, jdp
-    >>> loss = lambda w, example: w @ example[0] * (example[1] - 0.5)
-    >>> anchors = jdp.random_label_gradients(loss, jnp.eye(2), num_classes=2)
-    >>> anchors(jnp.zeros(2), jax.random.key(0)).shape
-    (2, 2)
-    """
-    _check.integer("num_classes", num_classes, at_least=2, remedy="Labels need two classes.")
-    if microbatch_size is not None:
-        _check.integer("microbatch_size", microbatch_size, at_least=1, remedy="Or None.")
-    if jnp.ndim(images) < 1 or jnp.shape(images)[0] == 0:
-        _check.fail("images", "of shape (m, ...), m >= 1", images, "Give public images.")
-    images = jnp.asarray(images)
-    gradients = per_example_grad(loss, trainable=trainable)
-
-    def anchors(params: Params, key: Key) -> PerExample:
-        labels = jax.random.randint(key, images.shape[:1], 0, num_classes)
-        # Or else XLA would work on these constants while it compiles, for seconds.
-        batch = (jax.lax.optimization_barrier(images), labels)
-        if microbatch_size is None:
-            return gradients(params, batch)
-        one = lambda example: jax.tree.map(  # noqa: E731
-            lambda leaf: leaf[0], gradients(params, jax.tree.map(lambda x: x[None], example))
-        )
-        return jax.lax.map(one, batch, batch_size=microbatch_size)
-
-    return anchors
 
 
 class SubspaceState(NamedTuple):

@@ -19,7 +19,8 @@ TABLE = {
     "aggregate": BASE | CORE,
     "adaptive": BASE | CORE | {"aggregate"},
     "subspace": BASE,
-    "embedding": BASE | CORE | {"aggregate", "gradients", "subspace"},
+    "anchors": BASE | {"gradients"},
+    "embedding": BASE | CORE | {"aggregate", "anchors", "subspace"},
     # The host rooms know nothing of gradients.
     "_accountants": {"_typing", "_check"},
     "accounting": {"_typing", "_check", "_accountants"},

@@ -1,0 +1,43 @@
+"""Print the result tables of README.md from the committed summaries in experiments/results.
+
+python -m experiments.tables
+"""
+
+import pathlib
+from typing import Any
+
+from experiments._run import read_json
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def table(summary: dict[str, Any]) -> str:
+    """One run's table in Markdown, with the command that made it."""
+    lines = [
+        f"`{summary['provenance']['command']}`",
+        "",
+        "| method | test accuracy | epsilon spent | noise multiplier | seconds |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for method, row in summary["methods"].items():
+        accuracy = f"{100 * row['test_accuracy_mean']:.1f}"
+        if len(row["runs"]) > 1:
+            accuracy += f" ± {100 * row['test_accuracy_std']:.1f}"
+        epsilon, noise = (
+            "-" if row[key] is None else f"{row[key]:.3f}"
+            for key in ("epsilon_spent", "noise_multiplier")
+        )
+        lines.append(f"| {method} | {accuracy} | {epsilon} | {noise} | {row['seconds']:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def tables() -> dict[str, str]:
+    """The table of every committed run, by the name of its folder."""
+    return {
+        path.parent.name: table(read_json(path)) for path in sorted(RESULTS.glob("*/summary.json"))
+    }
+
+
+if __name__ == "__main__":
+    for name, text in tables().items():
+        print(f"## {name}\n\n{text}")
