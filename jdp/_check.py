@@ -29,9 +29,19 @@ def _show(value: Any) -> str:
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 
+def _number(value: float) -> str:
+    """The number, exactly where it is an integer."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
 def is_static_number(value: Any) -> bool:
     """Whether `value` is a plain number, which may be checked (a traced or device array is not)."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_static_integer(value: Any) -> bool:
+    """Whether `value` is a plain integer, of Python or NumPy."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def number(
@@ -67,7 +77,7 @@ def number(
       ValueError: it is out of range.
     """
     bounds = [
-        f"{sign} {bound:g}"
+        f"{sign} {_number(bound)}"
         for sign, bound in ((">", above), (">=", at_least), ("<", below), ("<=", at_most))
         if math.isfinite(bound)
     ]
@@ -95,12 +105,23 @@ def integer(name: str, value: Any, *, at_least: int, at_most: float = math.inf, 
     """Return `value` as an int if it is a whole number in the range; see `number` for errors."""
     expected = f"an integer >= {at_least}"
     if math.isfinite(at_most):
-        expected += f" and <= {at_most:g}"
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        expected += f" and <= {_number(at_most)}"
+    if not is_static_integer(value):
         fail(name, expected, value, remedy, TypeError)
     if not at_least <= int(value) <= at_most:
         fail(name, expected, value, remedy)
     return int(value)
+
+
+def step(value: Any, *, at_most: float = math.inf, remedy: str = "Count steps from 0.") -> Any:
+    """Return the number of a step: an integer in the range, or a traced integer scalar."""
+    if isinstance(value, jax.Array) and value.shape == ():
+        if isinstance(value, jax.core.Tracer):
+            if jnp.issubdtype(value.dtype, jnp.integer):
+                return value
+        else:
+            value = value.item()
+    return integer("step", value, at_least=0, at_most=at_most, remedy=remedy)
 
 
 def choice(name: str, value: Any, options: Collection[str]) -> str:

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias, get_args
 
 import dp_accounting as dpa
+import numpy as np
 from scipy import optimize
 
 from jdp import _accountants, _check
@@ -143,6 +144,10 @@ def privacy_spent(
     mu = _accountants.gaussian_mu(leaves)
     if any(_accountants.noise(leaf) == 0 for leaf, _ in leaves):
         return PrivacySpent(math.inf, delta, adjacency, "exact", "a release without noise")
+    worst = _accountants.worst_mu(leaves)
+    if math.isinf(worst * worst):
+        method = "the noise is too small for floating-point numbers"
+        return PrivacySpent(math.inf, delta, adjacency, "exact", method)
     if mu is not None and accountant == "pld":
         method = "exact curve of the Gaussian mechanism (Balle and Wang 2018)"
         return PrivacySpent(
@@ -323,10 +328,12 @@ def _first_guess(leaves, epsilon: float, delta: float) -> float:
         log_delta = _accountants.gaussian_log_delta(epsilon, math.exp(log_mu))
         return max(log_delta, -1e6) - math.log(delta)
 
-    mu = math.exp(float(optimize.brentq(excess, -30.0, 15.0, xtol=1e-3)))  # pyright: ignore
+    log_mu = float(optimize.brentq(excess, -30.0, 350.0, xtol=1e-3))  # pyright: ignore
     rate = _accountants.rate(leaf)
-    per_step = mu**2 / (count * rate**2)
-    return -0.5 * math.log(math.log1p(per_step) if rate < 1 else per_step)
+    log_per_step = 2 * (log_mu - math.log(rate)) - math.log(count)
+    if rate < 1 and log_per_step > -30:  # else log(log1p(exp(x))) is x
+        log_per_step = math.log(float(np.logaddexp(0, log_per_step)))
+    return -0.5 * log_per_step
 
 
 def _steps(value: int, at_least: int = 0) -> int:

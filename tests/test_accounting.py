@@ -294,3 +294,50 @@ def test_unreachable_target_says_so():
 def test_unknown_events_are_refused(event, accountant):
     with pytest.raises(ValueError, match="`event` must be"):
         privacy_spent(event, delta=1e-5, accountant=accountant)
+
+
+def poisson(q, z):
+    return dpa.PoissonSampledDpEvent(q, dpa.GaussianDpEvent(z))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [dpa.GaussianDpEvent(z) for z in (math.nan, -1.0, math.inf)]
+    + [poisson(0.1, z) for z in (math.nan, -1.0, math.inf)]
+    + [poisson(q, 1.0) for q in (0, -0.5, 1.5, math.nan)]
+    + [poisson(1.0, math.nan)]
+    + [dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(1.0), n) for n in (-1, 2.5, math.nan)]
+    + [dpa.SelfComposedDpEvent(dpa.SelfComposedDpEvent(poisson(0.1, 1.0), -1), -1)]
+    + [dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(math.nan), 0)]
+    + [dpa.ComposedDpEvent([dpa.GaussianDpEvent(1.0), dpa.GaussianDpEvent(math.nan)])]
+    + [dpa.TruncatedSubsampledGaussianDpEvent(100, 0.1, 50, z) for z in (math.nan, -1.0)]
+    + [dpa.TruncatedSubsampledGaussianDpEvent(100, q, 50, 1.0) for q in (0.0, -0.5, math.nan)]
+    + [dpa.TruncatedSubsampledGaussianDpEvent(100, 0.1, size, 1.0) for size in (0, -1, 101)]
+    + [dpa.SampledWithoutReplacementDpEvent(100, size, dpa.GaussianDpEvent(1.0))
+       for size in (0, -1, 101)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_nonsense_in_an_event_is_refused_never_answered(event, accountant):
+    with pytest.raises(ValueError, match="`event` must be"):
+        privacy_spent(event, delta=1e-5, accountant=accountant)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(
+    ("z", "q", "steps"),
+    [(z, 0.1, 10) for z in (1e-3, 1e-9, 1e-200, 1e-320, 1e200)]
+    + [(1e-200, 1.0, 10), (1.0, 0.01, 10**24), (1.0, 1.0, 10**400), (1.0, 0.01, 10**400)],
+)
+def test_extreme_runs_cost_at_most_the_unamplified_gaussian(z, q, steps, accountant):
+    spent = epsilon(z, delta=1e-5, steps=steps, sampling_rate=q, accountant=accountant)
+    unamplified = epsilon(z, delta=1e-5, steps=steps, accountant=accountant)
+    assert 0 <= spent <= unamplified
+    assert z > 1 or spent > 1e4
+
+
+@pytest.mark.parametrize("mu", [1e4, 1e9, 1e12])
+def test_a_huge_gaussian_loss_is_not_understated(mu):
+    """Its loss is N(mu^2 / 2, mu^2), and Phi(4.2649) is 1 - 1e-5; the plain formula cancels."""
+    excess = privacy_spent(dpa.GaussianDpEvent(1 / mu), delta=1e-5).epsilon - mu**2 / 2
+    assert excess / mu == pytest.approx(4.2649, rel=1e-3, abs=mu * 1e-15)
