@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         print(args.run(args))
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, ArithmeticError) as error:
         print(f"jdp {args.command}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -146,11 +146,20 @@ def _calibrate(args: argparse.Namespace) -> str:
 def _report(args: argparse.Namespace) -> str:
     path = args.run_dir / ("summary.json" if args.json else "report.txt")
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no {path.name} in {args.run_dir}. Pass the folder that a finished run was told to "
-            "write with --out."
-        )
-    return path.read_text(encoding="utf-8").rstrip("\n")
+        remedy = "Pass the folder that a finished run was told to write with --out."
+        if (args.run_dir / "results.json").is_file():
+            remedy = (
+                "The run is unfinished: run the same command again, with the same --out, and it "
+                "goes on where it stopped."
+            )
+        raise FileNotFoundError(f"no {path.name} in {args.run_dir}. {remedy}")
+    try:
+        return path.read_text(encoding="utf-8").rstrip("\n")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{path} is not UTF-8 text, so no run of jdp wrote it. Pass the folder that a finished "
+            "run was told to write with --out."
+        ) from None
 
 
 if __name__ == "__main__":

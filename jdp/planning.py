@@ -102,9 +102,8 @@ class TrainingPlan:
         return self.sampler.host_batch(key, step)
 
     def _check_step(self, step) -> None:
-        if isinstance(step, int | np.integer):
-            remedy = f"The plan pays for {self.steps} steps; plan more of them before training."
-            _check.integer("step", step, at_least=0, at_most=self.steps - 1, remedy=remedy)
+        remedy = f"The plan pays for {self.steps} steps; plan more of them before training."
+        _check.step(step, at_most=self.steps - 1, remedy=remedy)
 
     def to_dict(self, **facts: Any) -> dict[str, Any]:
         """The privacy statement as plain values, after the list of Ponomareva et al. (2023).
@@ -141,7 +140,7 @@ class TrainingPlan:
         if clash := computed.keys() & facts.keys():
             remedy = "The plan computes these; leave them out."
             _check.fail("facts", f"none of {sorted(computed)}", sorted(clash), remedy)
-        return {**computed, **_FACTS, **facts}
+        return {**computed, **_FACTS, **{name: _plain(value) for name, value in facts.items()}}
 
     def to_json(self, **facts: Any) -> str:
         """`to_dict` as JSON; an infinite epsilon becomes the string "inf"."""
@@ -300,6 +299,15 @@ def steps_for_epochs(epochs: int, num_examples: int, batch_size: int) -> int:
 
 def _fields(sampler: dict[str, Any]) -> str:
     return "(" + ", ".join(f"{k} {v}" for k, v in sampler.items() if k != "name") + ")"
+
+
+def _plain(value: Any) -> Any:
+    """The value with arrays and NumPy numbers as Python's."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value.tolist() if isinstance(value, jax.Array | np.ndarray | np.generic) else value
 
 
 def _finite(value: Any) -> Any:

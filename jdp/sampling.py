@@ -117,6 +117,7 @@ class PoissonSampling:
 
     def event(self, noise_multiplier: float, steps: int) -> dpa.DpEvent:
         """The dp-accounting event of `steps` Gaussian releases on these batches."""
+        noise_multiplier, steps = _check_event(noise_multiplier, steps)
         if self.capacity == self.num_examples:
             event = dpa.PoissonSampledDpEvent(
                 self.sampling_rate, dpa.GaussianDpEvent(noise_multiplier)
@@ -173,6 +174,7 @@ class WithoutReplacement:
 
     def event(self, noise_multiplier: float, steps: int) -> dpa.DpEvent:
         """The dp-accounting event of `steps` Gaussian releases on these batches."""
+        noise_multiplier, steps = _check_event(noise_multiplier, steps)
         event = dpa.SampledWithoutReplacementDpEvent(
             self.num_examples, self.batch_size, dpa.GaussianDpEvent(noise_multiplier)
         )
@@ -221,6 +223,7 @@ class FixedBatches:
     def batch(self, key: Key, step: int | Int32[Array, ""]) -> Batch:
         """The batch of one step; see `PoissonSampling.batch`."""
         _check.typed_key("key", key)
+        _check.step(step)
         epoch, position = jnp.divmod(step, self.steps_per_epoch)
         order = jax.random.permutation(jax.random.fold_in(key, epoch), self.num_examples)
         rows = position * self.batch_size + jnp.arange(self.batch_size, dtype=jnp.int32)
@@ -230,6 +233,7 @@ class FixedBatches:
 
     def host_batch(self, key: Key, step: int) -> HostBatch:
         """Same law as `batch`, in NumPy; shuffles the whole epoch at every call."""
+        step = _check.step(step)
         epoch, position = divmod(step, self.steps_per_epoch)
         order = _host_generator(key, epoch).permutation(self.num_examples)
         start = position * self.batch_size
@@ -237,6 +241,7 @@ class FixedBatches:
 
     def event(self, noise_multiplier: float, steps: int) -> dpa.DpEvent:
         """The dp-accounting event of `steps` Gaussian releases: one Gaussian an epoch begun."""
+        noise_multiplier, steps = _check_event(noise_multiplier, steps)
         return dpa.SelfComposedDpEvent(
             dpa.GaussianDpEvent(noise_multiplier), -(-steps // self.steps_per_epoch)
         )
@@ -266,6 +271,7 @@ def capacity_for(num_examples: int, sampling_rate: float, overflow_probability: 
 def _words(key: Key, step, num_examples: int) -> UInt32[Array, "2 n"]:
     """Sixty-four random bits a record, most significant word first."""
     _check.typed_key("key", key)
+    _check.step(step)
     return jax.random.bits(jax.random.fold_in(key, step), (2, num_examples), jnp.uint32)
 
 
@@ -297,8 +303,7 @@ def _compact(kept: Bool[Array, "n"], capacity: int) -> Batch:
 def _host_generator(key: Key, step: int) -> np.random.Generator:
     """A generator that depends on every bit of the key, and on the step."""
     _check.typed_key("key", key)
-    remedy = "host_batch takes the number of the step, from 0."
-    step = _check.integer("step", step, at_least=0, remedy=remedy)
+    step = _check.step(step)
     entropy = [int(word) for word in np.asarray(jax.random.key_data(key)).ravel()]
     seed = np.random.SeedSequence(entropy, spawn_key=(step,), pool_size=8)
     return np.random.Generator(np.random.Philox(seed))
@@ -320,3 +325,9 @@ def _check_num_examples(value: int) -> None:
 
 def _check_batch_size(value: int, num_examples: int) -> None:
     _check.integer("batch_size", value, at_least=1, at_most=num_examples, remedy=_SIZE_REMEDY)
+
+
+def _check_event(noise_multiplier: float, steps: int) -> tuple[float, int]:
+    z = _check.noise_multiplier(noise_multiplier)
+    remedy = "Count optimizer steps as an integer."
+    return float(z), _check.integer("steps", steps, at_least=0, remedy=remedy)

@@ -73,6 +73,24 @@ def test_bad_values_give_one_line_and_status_2(capsys, command, word):
     assert word in err and err.count("\n") == 1 and "Traceback" not in err
 
 
+def test_report_names_what_is_wrong_with_the_folder(capsys, tmp_path):
+    (tmp_path / "results.json").write_text("{}")
+    status, out, err = run(capsys, f"report {tmp_path}")
+    assert status == 2 and "unfinished" in err and "same command again" in err
+    (tmp_path / "report.txt").write_bytes(b"\xff\xfe")
+    status, out, err = run(capsys, f"report {tmp_path}")
+    assert (status, out) == (2, "") and "report.txt is not UTF-8" in err and err.count("\n") == 1
+
+
+def test_arithmetic_errors_give_one_line_and_status_2(capsys, monkeypatch):
+    def overflow(*args, **kwargs):
+        raise OverflowError("math range error")
+
+    monkeypatch.setattr(_cli.accounting, "privacy_spent", overflow)
+    status, out, err = run(capsys, f"epsilon {MNIST}")
+    assert (status, out) == (2, "") and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "command", ["", "epsilon", "epsilon --noise-multiplier x --delta 1e-5", "nonsense",
                 "epsilon --noise-multiplier 1 --delta 1e-5 --accountant gdp"]

@@ -4,8 +4,11 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jdp import accounting
 from jdp.planning import plan, steps_for_epochs
@@ -85,8 +88,12 @@ def test_steps_past_the_end_are_refused():
     key = jax.random.key(0)
     for draw in (p.batch, p.host_batch):
         draw(key, 299)
-        for step in (300, np.int64(300), -1):
+        for step in (300, np.int64(300), jnp.int32(300), -1, jnp.int32(-1)):
             with pytest.raises(ValueError, match="`step` must be.*plan"):
+                draw(key, step)
+        draw(key, jnp.int32(299))
+        for step in (1.5, jnp.float32(1), True):
+            with pytest.raises(TypeError, match="`step` must be"):
                 draw(key, step)
     jax.jit(p.batch)(key, 0)  # a traced step cannot be looked at
 
@@ -160,3 +167,46 @@ def test_steps_are_counted_in_integers():
     assert steps_for_epochs(1, 10, 3) == 4
     with pytest.raises(TypeError, match="epochs"):
         steps_for_epochs(0.5, 10, 3)  # pyright: ignore
+
+
+def test_facts_may_be_arrays():
+    facts = dict(clip_norms=jnp.float32(1), a=np.arange(2), b=[np.float64(3)], c={"d": jnp.ones(1)})
+    statement = json.loads(plan(**RUN, noise_multiplier=1.0).to_json(**facts, e=jnp.inf))
+    assert statement["clip_norms"] == 1.0 and statement["a"] == [0, 1] and statement["b"] == [3.0]
+    assert statement["c"] == {"d": [1.0]} and statement["e"] == "inf"
+
+
+@pytest.mark.parametrize(
+    "options", [dict(epsilon=1e5), dict(noise_multiplier=1e-4), dict(epsilon=1, delta=0.5)]
+)
+def test_extreme_plans(options):
+    p = plan(100, 10, 5, **{"delta": 1e-5, **options})
+    assert 0 <= p.epsilon <= options.get("epsilon", 1e10)
+
+
+@pytest.mark.parametrize(
+    ("target", "q", "steps", "delta"),
+    [(1e4, 0.01, 100, 1e-5), (1e9, 0.01, 100, 1e-5), (1.0, 0.1, 5, 0.5), (1e100, 0.1, 5, 1e-5)],
+)
+def test_calibration_of_extreme_targets(target, q, steps, delta):
+    run = dict(delta=delta, steps=steps, sampling_rate=q)
+    z = accounting.calibrate_noise_multiplier(target, **run)
+    assert accounting.epsilon(z, **run) <= target
+
+
+def log_uniform(low, high):
+    return st.floats(low, high).map(lambda exponent: 10.0**exponent)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    log_uniform(-300, 300), log_uniform(-12, 0), log_uniform(0, 30).map(int),
+    log_uniform(-12, -0.01), st.sampled_from(["pld", "rdp"]),
+    st.sampled_from(["zero-out", "replace-one"]),
+)  # fmt: skip
+def test_any_run_has_an_epsilon_or_a_value_error(z, q, steps, delta, accountant, adjacency):
+    run = dict(delta=delta, steps=steps, accountant=accountant, adjacency=adjacency)
+    try:
+        assert 0 <= accounting.epsilon(z, sampling_rate=q, **run) <= math.inf
+    except ValueError as error:
+        assert "`event` must be" in str(error)

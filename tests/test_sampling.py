@@ -246,3 +246,41 @@ def test_untyped_keys_are_refused(form, key):
 def test_samplers_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         PoissonSampling(N, RATE).capacity = 3  # pyright: ignore
+
+
+SAMPLERS = [PoissonSampling(N, RATE), WithoutReplacement(N, 8), FixedBatches(N, 8)]
+
+
+@pytest.mark.parametrize("sampler", [*SAMPLERS, PoissonSampling(N, RATE, capacity=N)])
+@pytest.mark.parametrize(
+    ("z", "steps", "name", "error"),
+    [(np.nan, 7, "noise_multiplier", ValueError), (-1.0, 7, "noise_multiplier", ValueError),
+     (1.0, -3, "steps", ValueError), (1.0, 2.5, "steps", TypeError)],
+)  # fmt: skip
+def test_events_of_nonsense_are_refused(sampler, z, steps, name, error):
+    with pytest.raises(error, match=f"`{name}` must be"):
+        sampler.event(z, steps)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("form", ["batch", "host_batch"])
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [(-1, ValueError), (jnp.int32(-1), ValueError), (1.5, TypeError), (jnp.float32(1), TypeError),
+     (np.float64(1.5), TypeError), (True, TypeError), (None, TypeError),
+     (jnp.zeros(2, int), TypeError)],
+)  # fmt: skip
+def test_steps_that_are_none_are_refused(sampler, form, step, error):
+    with pytest.raises(error, match="`step` must be"):
+        getattr(sampler, form)(jax.random.key(0), step)
+
+
+def test_a_traced_step_must_be_an_integer_too():
+    for sampler in SAMPLERS:
+        with pytest.raises(TypeError, match="`step` must be"):
+            jax.jit(sampler.batch)(jax.random.key(0), 1.5)
+
+
+def test_bounds_are_printed_in_full():
+    with pytest.raises(ValueError, match="<= 2147483647,"):
+        PoissonSampling(10**10, 0.5)
