@@ -89,7 +89,23 @@ class Folder:
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path)
         self._file = self.path / "results.json"
-        self._pieces: dict[str, Any] = read_json(self._file) if self._file.exists() else {}
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".{os.getpid()}.tmp"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UsageError(
+                f"cannot write to {self.path}: {error.strerror}. Choose another --out"
+            ) from error
+        try:
+            pieces = read_json(self._file) if self._file.exists() else {}
+            assert isinstance(pieces, dict)
+        except (ValueError, AssertionError) as error:
+            raise UsageError(
+                f"{self._file} is not a results file; move it away or choose another --out"
+            ) from error
+        self._pieces: dict[str, Any] = pieces
 
     def get(self, piece: str, config: dict[str, Any]) -> dict[str, Any] | None:
         """The result of a finished piece, or None.
@@ -194,7 +210,9 @@ def command_line(args_type: type, main: Callable[[Any], dict[str, Any]]):
     args = tyro.cli(args_type, description=description)
     try:
         result = main(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (UsageError, ValueError, TypeError, OSError, ArithmeticError) as error:
+        if os.environ.get("JDP_DEBUG"):
+            raise
+        print(f"error: {str(error).splitlines()[0]} (JDP_DEBUG=1 shows more)", file=sys.stderr)
         raise SystemExit(2) from None
     print(json.dumps(result), flush=True)

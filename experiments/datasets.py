@@ -174,14 +174,16 @@ def anchors(
             if images.shape[1] != height:
                 images = _resize(images[..., 0], height, channels)
         elif name.endswith(".npy"):
-            _need(pathlib.Path(name), "--anchors takes a path that exists.")
-            images = np.load(name)
+            images = _load_npy(pathlib.Path(name))
         else:
             raise UsageError(
                 f"--anchors must be one of {', '.join(ANCHORS)} or a .npy file, but got {name!r}"
             )
         if images.shape[1:] not in (dataset.image_shape, dataset.image_shape[:2]):
-            raise UsageError(f"--anchors must have shape (n, {height}, {height}, {channels})")
+            raise UsageError(
+                f"--anchors must have shape (n, {height}, {height}, {channels}), but {name} has "
+                f"{images.shape}"
+            )
         images = normalise(images, dataset.image_shape)
     if num_images is not None and not 0 < num_images <= len(images):
         raise UsageError(f"--num-anchors must be from 1 to {len(images)}, but got {num_images}")
@@ -241,9 +243,8 @@ def _prepared(name, folder):
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UsageError(
             f"could not read or prepare {name} in {folder}: {reason[0]}. Give a folder that holds "
-            f"{name}/<version> in array_record format with --data-dir, or prepare it where there "
-            "is internet access (tfds.builder(name, file_format='array_record')"
-            ".download_and_prepare(), which needs tensorflow), or use --dataset mnist-5k."
+            f"{name}/<version> in array_record format with --data-dir, or run this where there is "
+            "internet access, or use --dataset mnist-5k."
         ) from error
 
 
@@ -275,6 +276,20 @@ def _data_dir(data_dir) -> pathlib.Path:
     if data_dir is not None:
         return pathlib.Path(data_dir).expanduser()
     return SHARED if SHARED.exists() else pathlib.Path.home() / "tensorflow_datasets"
+
+
+def _load_npy(path: pathlib.Path) -> np.ndarray:
+    """Images of a .npy file, checked to be numbers from 0 to 255."""
+    _need(path, "--anchors takes a path that exists.")
+    error = UsageError(f"--anchors {path} must be an array of images, pixels from 0 to 255")
+    try:
+        images = np.load(path, allow_pickle=False)
+        valid = images.ndim in (3, 4) and len(images) > 0 and np.isfinite(images).all()
+    except (OSError, ValueError, TypeError):
+        raise error from None
+    if not valid or images.min() < 0 or images.max() > 255:
+        raise error
+    return images
 
 
 def _need(path: pathlib.Path, remedy: str):

@@ -25,6 +25,7 @@ from jdp.noise import add_noise as add_noise
 from jdp.noise import secure_key as secure_key
 from jdp.planning import TrainingPlan as TrainingPlan
 from jdp.planning import plan as plan
+from jdp.planning import steps_for_epochs as steps_for_epochs
 from jdp.subspace import allocate_rank as allocate_rank
 from jdp.subspace import group_leaves as group_leaves
 from jdp.subspace import power_iteration as power_iteration

@@ -56,17 +56,19 @@ def check_aggregate(params: Params | None, update: PyTree) -> None:
     _compare(params, update, 0)
 
 
-def check_per_example(params: Params | None, per_example: PerExample) -> None:
+def check_per_example(
+    params: Params | None, per_example: PerExample, name: str = "updates"
+) -> None:
     """Check that gradients are the parameters' with one leading axis of examples."""
     if isinstance(per_example, ClippedSum):
         _check.fail(
             "updates",
             "per-example gradients",
-            "a ClippedSum",
+            _check.Words("a ClippedSum"),
             "Use jdp.privatize for a clipped sum.",
             TypeError,
         )
-    _compare(params, per_example, 1)
+    _compare(params, per_example, 1, name)
 
 
 def _is_none(leaf: PyTree) -> bool:
@@ -77,7 +79,9 @@ def _is_masked(leaf: PyTree) -> bool:
     return isinstance(leaf, optax.MaskedNode)
 
 
-def _compare(params: Params | None, updates: PyTree, batch_axes: int) -> None:
+def _compare(
+    params: Params | None, updates: PyTree, batch_axes: int, name: str = "updates"
+) -> None:
     what = "per-example gradients" if batch_axes else "an update"
     remedy = (
         "Call tx.update(gradients, state, params, ...) with the output of jdp.per_example_grad"
@@ -92,14 +96,14 @@ def _compare(params: Params | None, updates: PyTree, batch_axes: int) -> None:
         _check.fail(
             "updates",
             "whole",
-            "leaves left out by optax.masked or optax.multi_transform",
+            _check.Words("leaves left out by optax.masked or optax.multi_transform"),
             "They would pass un-noised, or share noise. Freeze parameters with trainable= in "
             "jdp.per_example_grad or jdp.clipped_grad; clip by group with jdp.clip_by_group.",
         )
     expected = jax.tree.structure(jax.tree.map(lambda _: 0, params, is_leaf=_is_none))
     got = jax.tree.structure(jax.tree.map(lambda _: 0, updates, is_leaf=_is_none))
     if got != expected:
-        _check.fail("updates", f"{what} with the structure of params, {expected}", got, remedy)
+        _check.fail(name, f"{what} with the structure of params, {expected}", got, remedy)
     for (path, leaf), update in zip(
         jax.tree.leaves_with_path(params, is_leaf=_is_none),
         jax.tree.leaves(updates, is_leaf=_is_none),
@@ -110,9 +114,9 @@ def _compare(params: Params | None, updates: PyTree, batch_axes: int) -> None:
         if jnp.ndim(update) < batch_axes or jnp.shape(update)[batch_axes:] != jnp.shape(leaf):
             shape = ("n", *jnp.shape(leaf)) if batch_axes else jnp.shape(leaf)
             _check.fail(
-                f"updates{jax.tree_util.keystr(path)}",
+                f"{name}{jax.tree_util.keystr(path)}",
                 f"of shape {shape}",
-                f"shape {jnp.shape(update)}",
+                _check.Words(f"shape {jnp.shape(update)}"),
                 remedy,
             )
 
@@ -189,7 +193,7 @@ def privatize(
             _check.fail(
                 "updates",
                 "a ClippedSum",
-                type(updates).__name__,
+                _check.Words(type(updates).__name__),
                 "Make one with jdp.clipped_grad(loss, clipper), or use jdp.dp_aggregate, which "
                 "takes per-example gradients; put it first in the chain.",
                 TypeError,

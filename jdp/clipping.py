@@ -76,7 +76,8 @@ class ClippedSum:
 
         The parts add up. The scales do not: an example is in one of the two sums. For gradient
         accumulation, merge the sums of the microbatches in a Python loop, then add noise once;
-        inside a compiled loop use `jdp.clipped_grad(..., microbatch_size=...)`.
+        inside a compiled loop use `jdp.clipped_grad(..., microbatch_size=...)`. GEP's bases are
+        taken from this one, so both must have been made with the same.
 
         Raises:
           TypeError: the two are of different kinds.

@@ -88,7 +88,11 @@ def clip_in_subspace(
     >>> [part.round(2).tolist() for part in (clipped.parts[0][0], clipped.parts[1])]
     [[5.0], [0.0, 1.0, 0.0]]
     """
+    if not isinstance(bases, Bases):
+        remedy = "Make them with jdp.subspace.public_bases."
+        _check.fail("bases", "jdp.subspace.Bases", bases, remedy, TypeError)
     s1, s2 = check_clip_norms(clip_norms)
+    _check.boolean("joint_clip", joint_clip)
     _check.choice("noise_split", noise_split, ("equal", "optimal"))
 
     def clipper(per_example: PerExample, mask: Mask) -> SubspaceSum:
@@ -171,7 +175,8 @@ def gep(
     public data only.
 
     Args:
-      rank: k, the total number of basis vectors over all groups.
+      rank: k, the total number of basis vectors over all groups. No group gets more than it has
+        parameters, or than there are public gradients.
       clip_norms: (S1, S2) for embeddings and residuals; the paper uses 10 and 2. With S2 = None
         residuals are left out: see `jdp.biased_gep`.
       noise_multiplier: z >= 0, the joint one. May be traced.
@@ -214,6 +219,8 @@ def gep(
     check_clip_norms(clip_norms)
     check_finite_clip(clip_norms, noise_multiplier)
     _check.choice("noise_split", noise_split, ("equal", "optimal"))
+    _check.boolean("warm_start", warm_start)
+    _check.boolean("joint_clip", joint_clip)
     _check.integer("rank", rank, at_least=1, remedy="It is the dimension of the subspace.")
     _check.integer("refresh_every", refresh_every, at_least=1, remedy="The paper uses 1.")
     _check.integer("power_iterations", power_iterations, at_least=1, remedy="The paper uses 1.")
@@ -228,7 +235,7 @@ def gep(
 
     def init_fn(params: Params) -> SubspaceState:
         anchors = jax.eval_shape(public_gradients, params, key)
-        check_per_example(params, anchors)
+        check_per_example(params, anchors, "public_gradients(params, key)")
         labels = _tree.group_labels(groups, anchors)
         leaves, structure = jax.tree.flatten(anchors)
         sizes = [

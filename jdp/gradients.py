@@ -28,14 +28,28 @@ def _partition(params: Params, trainable: PyTree | None) -> PyTree:
     return jax.tree.map(lambda leaf, flag: leaf if flag else None, params, trainable)
 
 
+def _is_statistic(node: PyTree) -> bool:
+    # flax.nnx marks running statistics by this type of variable; the core imports no flax.
+    return type(node).__name__ == "BatchStat"
+
+
 def _check_params(params: Params) -> None:
+    for path, node in jax.tree.leaves_with_path(params, is_leaf=_is_statistic):
+        if _is_statistic(node):
+            _check.fail(
+                "params",
+                "free of running batch statistics",
+                _check.Words(f"an nnx.BatchStat at {jax.tree_util.keystr(path)}"),
+                "Batch normalisation mixes examples, so no example has a gradient of its own. "
+                "Use GroupNorm or LayerNorm, and split with nnx.split(model, nnx.Param, ...).",
+            )
     for path, _ in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path)
         if "batch_stats" in name:
             _check.fail(
                 "params",
                 "free of running batch statistics",
-                f"a leaf at {name}",
+                _check.Words(f"a leaf at {name}"),
                 "Batch normalisation mixes examples, so no example has a gradient of its own. "
                 "Use GroupNorm or LayerNorm, and pass only variables['params'].",
             )
@@ -48,7 +62,7 @@ def _leading_size(batch: PyTree) -> int:
         _check.fail(
             "batch",
             "a pytree of arrays with the examples on their leading axis",
-            f"leaves of shapes {shapes}",
+            _check.Words(f"leaves of shapes {shapes}"),
             "Stack the examples; give labels shape (n,), and a dropout key per example.",
         )
     return sizes.pop()[0]
@@ -95,7 +109,13 @@ def per_example_grad(
     [[-1.0, -0.0], [-0.0, -2.0]]
     """
     if not callable(loss):
-        _check.fail("loss", "a function of (params, example)", loss, "See above.", TypeError)
+        _check.fail(
+            "loss",
+            "a function of (params, example)",
+            loss,
+            "Write it for ONE example; it returns one floating scalar.",
+            TypeError,
+        )
 
     def gradients(params: Params, batch: PyTree) -> PerExample:
         _check_params(params)

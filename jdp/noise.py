@@ -124,7 +124,7 @@ def add_noise(
         _check.fail(
             "clipped_sum",
             "a ClippedSum",
-            type(clipped_sum).__name__,
+            _check.Words(type(clipped_sum).__name__),
             "Make one with a clipper, e.g. jdp.clipped_grad(loss, jdp.clip_by_norm(1.0)), or use "
             "jdp.dp_aggregate, which takes per-example gradients.",
             TypeError,

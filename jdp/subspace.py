@@ -137,9 +137,11 @@ def power_iteration(
     [[1. 0. 0.]]
     """
     _check.typed_key("key", key)
-    if jnp.ndim(anchors) != 2:
+    if jnp.ndim(anchors) != 2 or 0 in jnp.shape(anchors):
         _check.fail("anchors", "a matrix (m, p)", anchors, "Give one public gradient a row.")
     p = anchors.shape[1]
+    if start is not None and jnp.shape(start) != (rank, p):
+        _check.fail("start", f"of shape {(rank, p)}", start, "Give one row for each direction.")
     _check.integer(
         "rank", rank, at_least=1, at_most=p, remedy="A basis has at most p orthonormal rows."
     )
@@ -290,6 +292,14 @@ def allocate_rank(
     >>> jdp.allocate_rank(1000, (432, 13_824, 50_688, 202_752, 650), 2000)
     (24, 140, 268, 536, 30)
     """
+    if not isinstance(group_sizes, Sequence) or not group_sizes:
+        _check.fail(
+            "group_sizes",
+            "a non-empty sequence of integers",
+            group_sizes,
+            "Give the number of parameters in each group.",
+            TypeError,
+        )
     sizes = [
         _check.integer("group_sizes", size, at_least=1, remedy="Give parameters per group.")
         for size in group_sizes
