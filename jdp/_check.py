@@ -25,6 +25,8 @@ def _show(value: Any) -> str:
         return f"a traced value of shape {value.shape} and dtype {value.dtype}"
     if isinstance(value, jax.Array | np.ndarray) and value.size > 1:
         return f"an array of shape {value.shape} and dtype {value.dtype}"
+    if isinstance(value, Words):
+        return str(value)
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
@@ -111,6 +113,21 @@ def integer(name: str, value: Any, *, at_least: int, at_most: float = math.inf, 
     if not at_least <= int(value) <= at_most:
         fail(name, expected, value, remedy)
     return int(value)
+
+
+class Words(str):
+    """A description of what came, shown in a message as it is."""
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Return `value` if it is True or False.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if not isinstance(value, bool):
+        fail(name, "True or False", value, "Pass a Python boolean.", TypeError)
+    return value
 
 
 def step(value: Any, *, at_most: float = math.inf, remedy: str = "Count steps from 0.") -> Any:
