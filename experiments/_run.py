@@ -210,9 +210,12 @@ def command_line(args_type: type, main: Callable[[Any], dict[str, Any]]):
     args = tyro.cli(args_type, description=description)
     try:
         result = main(args)
-    except (UsageError, ValueError, TypeError, OSError, ArithmeticError) as error:
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except (ValueError, TypeError, OSError, ArithmeticError) as error:
         if os.environ.get("JDP_DEBUG"):
             raise
-        print(f"error: {str(error).splitlines()[0]} (JDP_DEBUG=1 shows more)", file=sys.stderr)
+        print(f"error: {str(error).splitlines()[0]} (JDP_DEBUG=1 shows where)", file=sys.stderr)
         raise SystemExit(2) from None
     print(json.dumps(result), flush=True)

@@ -211,8 +211,8 @@ def main(args: Args) -> dict[str, Any]:
 def check(args: Args):
     """Refuse what can be refused before data is touched."""
     unknown = [method for method in args.methods if method not in METHODS]
-    if unknown or not args.methods or len(set(args.methods)) < len(args.methods):
-        got = " ".join(unknown or args.methods) or "nothing"
+    if unknown or len(set(args.methods)) < len(args.methods):
+        got = " ".join(unknown or args.methods)
         raise UsageError(f"--methods must be different ones of {' '.join(METHODS)}, but got {got}")
     if not 0 < args.delta < 1:
         raise UsageError(f"--delta must lie between 0 and 1, but got {args.delta}")

@@ -106,7 +106,10 @@ def test_without_a_seed_the_keys_are_fresh_and_independent():
     "change, message",
     [
         ({"methods": ("sgd",)}, "--methods must be different ones"),
-        ({"methods": ()}, "but got nothing"),
+        ({"methods": ("gep", "gep")}, "--methods must be different ones"),
+        ({"momentum": float("inf")}, "--momentum must be at least 0 and below 1"),
+        ({"seed": -1}, "--seed must be at least 0"),
+        ({"clip_norm": 1e-30}, "clip norms must be from 1e-12"),
         ({"epsilon": -1.0}, "--epsilon must be above 0"),
         ({"epsilon": float("nan")}, "--epsilon must be above 0"),
         ({"delta": 1.0}, "--delta must lie between 0 and 1"),
