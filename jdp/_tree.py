@@ -107,6 +107,14 @@ def pairwise_sum(rows: Float[Array, "n ..."]) -> Float[Array, "..."]:
     return rows[0]
 
 
+def compensated_add(total: PyTree, lost: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
+    """Kahan addition: return the new total, and what rounding put in it too much."""
+    correct = jax.tree.map(jnp.subtract, part, lost)
+    new = jax.tree.map(jnp.add, total, correct)
+    lost = jax.tree.map(lambda new, old, added: (new - old) - added, new, total, correct)
+    return new, lost
+
+
 def rounding(num_rows: int) -> float:
     r"""Bound what float32 rounding adds to the sensitivity of a sum, relative to the clip norm.
 

@@ -68,14 +68,6 @@ def _leading_size(batch: PyTree) -> int:
     return sizes.pop()[0]
 
 
-def _compensated_add(total: PyTree, lost: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
-    """Kahan addition: return the new total, and what rounding put in it too much."""
-    correct = jax.tree.map(jnp.subtract, part, lost)
-    new = jax.tree.map(jnp.add, total, correct)
-    lost = jax.tree.map(lambda new, old, added: (new - old) - added, new, total, correct)
-    return new, lost
-
-
 def per_example_grad(
     loss: Loss, *, trainable: PyTree | None = None
 ) -> Callable[[Params, PyTree], PerExample]:
@@ -220,7 +212,7 @@ def clipped_grad(
         def add(carry: tuple[PyTree, PyTree], chunk: tuple[jax.Array, jax.Array]):
             rows, real = chunk
             part = jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows], batch)
-            return _compensated_add(*carry, clipper(gradients(params, part), real).parts), None
+            return _tree.compensated_add(*carry, clipper(gradients(params, part), real).parts), None
 
         lost = jax.tree.map(jnp.zeros_like, empty.parts)
         (parts, _), _ = jax.lax.scan(add, (empty.parts, lost), (rows, real))

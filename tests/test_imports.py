@@ -19,6 +19,8 @@ TABLE = {
     "aggregate": BASE | CORE,
     "adaptive": BASE | CORE | {"aggregate"},
     "subspace": BASE,
+    "_uses": set(),
+    "bookkeeping": BASE | {"_uses", "clipping"},
     "anchors": BASE | {"gradients"},
     "embedding": BASE | CORE | {"aggregate", "anchors", "subspace"},
     # The host rooms know nothing of gradients.

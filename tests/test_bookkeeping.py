@@ -1,0 +1,268 @@
+"""Book-keeping gives the clipped sum of written-out gradients, for any loss."""
+
+import flax.linen as nn
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp import bookkeeping
+from jdp._uses import find
+
+N, CLASSES = 6, 5
+MASK = jnp.arange(N) != 4
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for width in (12, 9):
+            x = nn.relu(nn.Dense(width)(x.ravel()))
+        return nn.Dense(CLASSES)(x)
+
+
+class Conv(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = jnp.tanh(nn.Conv(6, (3, 3), strides=2)(x[None]))
+        x = nn.GroupNorm(2)(x)
+        x = nn.Conv(4, (3, 2), kernel_dilation=(1, 2), padding="VALID")(x)
+        x = nn.Conv(4, (3, 3), feature_group_count=2)(x)
+        return nn.Dense(CLASSES)(x.ravel())
+
+
+class Attention(nn.Module):
+    tied: bool = False
+    vocabulary: int = 11
+
+    @nn.compact
+    def __call__(self, words):
+        table = nn.Embed(self.vocabulary, 8)
+        x = table(words)
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        x = x + nn.Dense(8)(nn.gelu(nn.Dense(16)(nn.LayerNorm()(x))))
+        logits = table.attend(x).mean(0)[:CLASSES] if self.tied else nn.Dense(CLASSES)(x.mean(0))
+        return logits
+
+
+def of_module(module, inputs):
+    params = module.init(jax.random.key(0), inputs[0])["params"]
+
+    def loss(params, example):
+        logits = module.apply({"params": params}, example[0])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, example[1])
+
+    return loss, params, inputs
+
+
+def of_matrices(logits, **shapes):
+    params = {
+        name: jax.random.normal(jax.random.key(i), shape)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+    def loss(params, example):
+        values = logits(params, example[0])
+        return optax.softmax_cross_entropy_with_integer_labels(values, example[1])
+
+    return loss, params, VECTORS
+
+
+VECTORS = jax.random.normal(jax.random.key(1), (N, 7))
+IMAGES = jax.random.normal(jax.random.key(2), (N, 9, 8, 2))
+WORDS = jax.random.randint(jax.random.key(3), (N, 6), 0, 11)
+LABELS = jnp.arange(N) % CLASSES
+
+
+def scanned(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+    return x @ params["out"]
+
+
+def branching(params, x):
+    x = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
+    return jax.lax.cond(x[0] > 0, lambda: x @ params["w"], lambda: 2 * x @ params["w"])
+
+
+CASES = {
+    "dense": lambda: of_module(Dense(), VECTORS),
+    "conv": lambda: of_module(Conv(), IMAGES),
+    "attention": lambda: of_module(Attention(), WORDS),
+    "tied table": lambda: of_module(Attention(tied=True), WORDS),
+    "used twice": lambda: of_matrices(
+        lambda p, x: jnp.tanh(jnp.tanh(x @ p["w"]) @ p["w"].T) @ p["w"], w=(7, CLASSES)
+    ),
+    "two views that do not fit": lambda: of_matrices(
+        lambda p, x: x @ p["w"] + x[:CLASSES] @ p["w"].reshape(CLASSES, 7)[:, :CLASSES],
+        w=(7, CLASSES),
+    ),
+    "reshaped and cast": lambda: of_matrices(
+        lambda p, x: x @ p["w"].astype(jnp.float32).reshape(CLASSES, 7).T, w=(5 * 7,)
+    ),
+    "weight norm": lambda: of_matrices(
+        lambda p, x: x @ (p["w"] / jnp.linalg.norm(p["w"])), w=(7, CLASSES)
+    ),
+    "scan": lambda: of_matrices(scanned, w=(3, 7, 7), out=(7, CLASSES)),
+    "cond": lambda: of_matrices(branching, w=(7, CLASSES)),
+    "weight on the left": lambda: of_matrices(
+        lambda p, x: (p["w"] @ jnp.outer(x, x[:3])).sum(1), w=(CLASSES, 7)
+    ),
+    "unused": lambda: of_matrices(lambda p, x: x @ p["w"], w=(7, CLASSES), idle=(3, 2)),
+}
+CLIPPERS = {
+    "norm": lambda params: jdp.clip_by_norm(0.3),
+    "automatic": lambda params: jdp.clip_automatic(0.3),
+    "group": lambda params: jdp.clip_by_group(
+        (0.3, 0.2), jdp.group_leaves(params, 2) if len(params) > 1 else None
+    ),
+}
+
+
+def both(loss, params, inputs, clipper, mask=MASK):
+    batch = (inputs, LABELS)
+    ours = jax.jit(lambda p: bookkeeping.clipped_sum(loss, clipper, p, batch, mask))(params)
+    return ours, jax.jit(lambda p: jdp.clipped_grad(loss, clipper)(p, batch, mask=mask))(params)
+
+
+def assert_close(ours, reference, tolerance=1e-5):
+    whole = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(reference.parts)))
+    for one, two in zip(jax.tree.leaves(ours.parts), jax.tree.leaves(reference.parts), strict=True):
+        assert np.linalg.norm(np.subtract(one, two)) <= tolerance * whole
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_sum_as_written_out(case):
+    loss, params, inputs = CASES[case]()
+    if inputs.dtype == jnp.float32:
+        inputs = inputs.at[1].set(jnp.nan).at[4].set(jnp.inf)
+    ours, reference = both(loss, params, inputs, jdp.clip_by_norm(0.3))
+    assert type(ours) is type(reference)
+    assert_close(ours, reference)
+
+
+@pytest.mark.parametrize("clipper", CLIPPERS)
+def test_every_clipper_of_norms(clipper):
+    loss, params, inputs = CASES["attention"]()
+    ours, reference = both(loss, params, inputs, CLIPPERS[clipper](params))
+    assert_close(ours, reference)
+    assert ours.noise_scales == reference.noise_scales
+
+
+def test_rematerialised_and_jitted_losses():
+    loss, params, inputs = CASES["attention"]()
+    for wrapped in (jax.checkpoint(loss), jax.jit(loss)):
+        assert_close(*both(wrapped, params, inputs, jdp.clip_by_norm(0.3)))
+
+
+def test_which_leaves_are_covered():
+    # Every kernel and table; no bias, no scale, nothing in a loop.
+    loss, params, inputs = CASES["attention"]()
+    jaxpr = jax.make_jaxpr(loss)(params, (inputs[0], LABELS[0]))
+    leaves = jax.tree.leaves_with_path(params)
+    covered = find(jaxpr, [leaf.shape for _, leaf in leaves])
+    for i, (path, _) in enumerate(leaves):
+        name = jax.tree_util.keystr(path)
+        assert (i in covered) == ("kernel" in name or "embedding" in name), name
+
+
+@hypothesis.given(
+    widths=st.lists(st.sampled_from((3, 5, 8)), min_size=1, max_size=3),
+    positions=st.sampled_from((1, 2, 6)),
+    tied=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@hypothesis.settings(max_examples=30)
+def test_random_models(widths, positions, tied, seed):
+    keys = iter(jax.random.split(jax.random.key(seed), 9))
+    width = 4
+    shapes = list(zip([width, *widths], widths, strict=False))
+    params = {str(i): jax.random.normal(next(keys), shape) for i, shape in enumerate(shapes)}
+    params["table"] = jax.random.normal(next(keys), (7, width))
+
+    def loss(params, example):
+        words, label = example
+        first = x = params["table"][words]
+        for i in range(len(shapes)):
+            x = jnp.tanh(x @ params[str(i)])
+        logits = x.sum(0) if not tied else (first @ params["table"].T).mean(0)
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:3], label) + x.sum()
+
+    words = jax.random.randint(next(keys), (N, positions), 0, 7)
+    clipper, batch = jdp.clip_by_norm(0.5), (words, LABELS % 3)
+    sums = (
+        bookkeeping.clipped_sum(loss, clipper, params, batch, MASK),
+        jdp.clipped_grad(loss, clipper)(params, batch, mask=MASK),
+    )
+    assert_close(*sums)
+
+
+# The Gram form -----------------------------------------------------------------------------------
+
+
+def cancelling(positions, width):
+    """Inputs that hardly differ over positions, output gradients that sum to nearly nothing."""
+    generator = np.random.RandomState(0)
+    u = 1 + 1e-3 * generator.randn(N, positions, width)
+    v = generator.randn(N, positions, width)
+    v -= v.mean(1, keepdims=True)
+    return jnp.asarray(u, jnp.float32), jnp.asarray(v, jnp.float32)
+
+
+def largest_contribution(positions, width):
+    """The norm of the largest clipped contribution at clip norm 1, in float64."""
+    u, v = cancelling(positions, width)
+
+    def loss(w, example):
+        return 1e3 * jnp.sum((example[0] @ w) * example[1])
+
+    w, clipper = jnp.zeros((width, width)), jdp.clip_by_norm(1.0)
+    alone = [
+        bookkeeping.clipped_sum(loss, clipper, w, (u, v), jnp.arange(N) == i).parts[0]
+        for i in range(N)
+    ]
+    return max(np.linalg.norm(np.asarray(total, np.float64)) for total in alone)
+
+
+def test_contributions_stay_within_the_clip_norm(monkeypatch):
+    assert largest_contribution(64, 128) <= 1
+    monkeypatch.setattr(bookkeeping, "FLOATS_PER_PRODUCT", 0)
+    assert largest_contribution(64, 128) <= 1
+
+
+def test_twin_without_the_margin_is_caught(monkeypatch):
+    monkeypatch.setattr(bookkeeping, "FLOATS_PER_PRODUCT", 0)
+    monkeypatch.setattr(bookkeeping, "GRAM_MARGIN", 1e-30)
+    assert largest_contribution(64, 128) > 1.005
+
+
+def test_gram_form_is_close_on_ordinary_data(monkeypatch):
+    monkeypatch.setattr(bookkeeping, "FLOATS_PER_PRODUCT", 0)
+    monkeypatch.setattr(bookkeeping, "_SMALL_TABLE", 0)
+    for case in ("attention", "tied table"):
+        loss, params, inputs = CASES[case]()
+        ours, reference = both(loss, params, inputs, jdp.clip_by_norm(0.3))
+        assert_close(ours, reference, 0.02)
+        norms = [
+            np.linalg.norm(np.concatenate([np.ravel(x) for x in jax.tree.leaves(s.parts)]))
+            for s in (ours, reference)
+        ]
+        assert norms[0] <= norms[1] * (1 + 1e-3)
+
+
+def test_chunks_add_up(monkeypatch):
+    loss, params, inputs = CASES["attention"]()
+    ours, _ = both(loss, params, inputs, jdp.clip_by_norm(0.3))
+    monkeypatch.setattr(bookkeeping, "_CHUNK", 4)
+    chunked, reference = both(loss, params, inputs, jdp.clip_by_norm(0.3))
+    assert_close(chunked, reference)
+    assert chunked.rounding < ours.rounding
+
+
+def test_the_sum_carries_its_rounding():
+    loss, params, inputs = CASES["dense"]()
+    ours, _ = both(loss, params, inputs, jdp.clip_by_norm(0.3))
+    assert 0 < ours.rounding < 0.01
