@@ -21,6 +21,7 @@ from jdp.embedding import clip_in_subspace as clip_in_subspace
 from jdp.embedding import gep as gep
 from jdp.gradients import clipped_grad as clipped_grad
 from jdp.gradients import per_example_grad as per_example_grad
+from jdp.gradients import unprotected_gradient_norms as unprotected_gradient_norms
 from jdp.noise import add_noise as add_noise
 from jdp.noise import secure_key as secure_key
 from jdp.planning import TrainingPlan as TrainingPlan

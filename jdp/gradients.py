@@ -1,14 +1,22 @@
-"""Per-example gradients and their clipped sums: the only vmap over examples."""
+"""Per-example gradients and their clipped sums: the only vmap over examples that users see."""
 
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from jdp import _check, _tree
+from jdp import _check, _tree, bookkeeping
 from jdp._typing import Loss, Mask, Params, PerExample, PyTree
-from jdp.clipping import ClippedSum, Clipper
+from jdp.clipping import ClippedSum, Clipper, NormClipper
+
+Strategy: TypeAlias = Literal["auto", "book-keeping", "scan", "vmap"]
+
+# "auto" writes at most this many bytes of per-example gradients at a time.
+_MOST_BYTES = 2**28
 
 
 def _partition(params: Params, trainable: PyTree | None) -> PyTree:
@@ -68,6 +76,56 @@ def _leading_size(batch: PyTree) -> int:
     return sizes.pop()[0]
 
 
+def _check_loss(loss: Loss):
+    if not callable(loss):
+        _check.fail(
+            "loss",
+            "a function of (params, example)",
+            loss,
+            "Write it for ONE example; it returns one floating scalar.",
+            TypeError,
+        )
+
+
+def _prepare(
+    loss: Loss, params: Params, batch: PyTree, trainable: PyTree | None
+) -> tuple[Params, Loss]:
+    """Check the arguments; return the trainable parameters, and the loss as a function of them."""
+    _check_params(params)
+    _leading_size(batch)
+    free = _partition(params, trainable)
+    for path, leaf in jax.tree.leaves_with_path(free):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            _check.fail(
+                f"params{jax.tree_util.keystr(path)}",
+                "a floating array",
+                leaf,
+                "Mark it as frozen with trainable=, or close over it in the loss.",
+                TypeError,
+            )
+
+    def loss_of(free: PyTree, example: PyTree) -> jax.Array:
+        whole = jax.tree.map(
+            lambda own, given: given if own is None else own,
+            free,
+            params,
+            is_leaf=lambda leaf: leaf is None,
+        )
+        value = loss(whole, example)
+        scalar = jax.tree_util.all_leaves([value]) and jnp.shape(value) == ()
+        if not scalar or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            _check.fail(
+                "loss",
+                "a function of ONE example that returns one floating scalar",
+                value,
+                "Do not give the example a batch axis; return no auxiliary values.",
+                TypeError,
+            )
+        return value
+
+    return free, loss_of
+
+
 def per_example_grad(
     loss: Loss, *, trainable: PyTree | None = None
 ) -> Callable[[Params, PyTree], PerExample]:
@@ -100,51 +158,49 @@ def per_example_grad(
     >>> jdp.per_example_grad(loss)(jnp.zeros(2), batch).tolist()
     [[-1.0, -0.0], [-0.0, -2.0]]
     """
-    if not callable(loss):
-        _check.fail(
-            "loss",
-            "a function of (params, example)",
-            loss,
-            "Write it for ONE example; it returns one floating scalar.",
-            TypeError,
-        )
+    _check_loss(loss)
 
     def gradients(params: Params, batch: PyTree) -> PerExample:
-        _check_params(params)
-        _leading_size(batch)
-        free = _partition(params, trainable)
-        for path, leaf in jax.tree.leaves_with_path(free):
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                _check.fail(
-                    f"params{jax.tree_util.keystr(path)}",
-                    "a floating array",
-                    leaf,
-                    "Mark it as frozen with trainable=, or close over it in the loss.",
-                    TypeError,
-                )
-
-        def loss_of(free: PyTree, example: PyTree) -> jax.Array:
-            whole = jax.tree.map(
-                lambda own, given: given if own is None else own,
-                free,
-                params,
-                is_leaf=lambda leaf: leaf is None,
-            )
-            value = loss(whole, example)
-            scalar = jax.tree_util.all_leaves([value]) and jnp.shape(value) == ()
-            if not scalar or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-                _check.fail(
-                    "loss",
-                    "a function of ONE example that returns one floating scalar",
-                    value,
-                    "Do not give the example a batch axis; return no auxiliary values.",
-                    TypeError,
-                )
-            return value
-
+        free, loss_of = _prepare(loss, params, batch, trainable)
         return jax.vmap(jax.grad(loss_of), in_axes=(None, 0))(free, batch)
 
     return gradients
+
+
+def unprotected_gradient_norms(
+    loss: Loss, *, trainable: PyTree | None = None
+) -> Callable[[Params, PyTree], Float[Array, " n"]]:
+    """Return a function that computes the norm of every example's gradient: NOT private.
+
+    For research and on public data, for example to choose a clip norm. Computed by book-keeping,
+    so it costs about one forward and one backward pass; where a norm is only bounded (layers with
+    many positions) it is up to 3% too high, more where an example's terms cancel.
+
+    Args:
+      loss: as in `jdp.per_example_grad`.
+      trainable: as in `jdp.per_example_grad`.
+
+    Returns:
+      `(params, batch) -> (n,)` norms in units of the gradient, float32.
+
+    Raises:
+      TypeError, ValueError: as in `jdp.per_example_grad`.
+
+    >>> import jax.numpy as jnp, jdp
+    >>> loss = lambda w, example: 0.5 * (w @ example[0] - example[1]) ** 2
+    >>> batch = (jnp.array([[3.0, 4.0], [0.0, 2.0]]), jnp.array([1.0, 1.0]))
+    >>> print(jdp.unprotected_gradient_norms(loss)(jnp.zeros(2), batch))
+    [5. 2.]
+    """
+    _check_loss(loss)
+
+    def norms(params: Params, batch: PyTree) -> Float[Array, " n"]:
+        free, loss_of = _prepare(loss, params, batch, trainable)
+        units = [1.0] * len(jax.tree.leaves(free))
+        leaves = bookkeeping.gradients(loss_of, free, batch, units)
+        return jnp.sqrt(sum(gradient.square for gradient, _ in leaves))
+
+    return norms
 
 
 def clipped_grad(
@@ -152,19 +208,26 @@ def clipped_grad(
     clipper: Clipper,
     *,
     microbatch_size: int | None = None,
+    strategy: Strategy = "auto",
     trainable: PyTree | None = None,
 ) -> Callable[..., ClippedSum]:
     """Return a function that computes the clipped sum of per-example gradients.
 
-    **Guarantee.** That of `clipper`; the microbatch size is memory only and does not change the
-    sum beyond rounding.
+    **Guarantee.** That of `clipper`; microbatch size and strategy are time and memory only. They
+    do not change the sum beyond rounding, but that book-keeping may take a norm for up to 3% too
+    high (more where an example's terms cancel), and never for too low.
 
     Args:
       loss: as in `jdp.per_example_grad`.
       clipper: for example `jdp.clip_by_norm(1.0)`. It may close over traced values (an adaptive
         clip norm, GEP bases) when this is called inside the step.
-      microbatch_size: how many per-example gradients to hold at a time; all of them by default.
-        A batch that it does not divide is padded and masked.
+      microbatch_size: how many examples to work on at a time; by default all, or as few as the
+        strategy "scan" needs. A batch that it does not divide is padded and masked.
+      strategy: "book-keeping" computes norms and clipped sums from one forward and one backward
+        pass without per-example gradients (`jdp.bookkeeping`; clippers of norms only, that is
+        not `jdp.clip_in_subspace`). "vmap" writes all per-example gradients out; "scan" a
+        microbatch at a time, of at most 256 MiB by default. "auto" takes the first of
+        book-keeping, vmap and scan that the clipper and 256 MiB allow.
       trainable: as in `jdp.per_example_grad`.
 
     Returns:
@@ -181,7 +244,7 @@ def clipped_grad(
     >>> grad(jnp.zeros(2), batch, mask=jnp.array([True, True])).parts[0].round(3).tolist()
     [-1.0, -1.0]
     """
-    gradients = per_example_grad(loss, trainable=trainable)
+    _check_loss(loss)
     if not callable(clipper):
         _check.fail(
             "clipper", "a clipper", clipper, "For example jdp.clip_by_norm(1.0).", TypeError
@@ -193,31 +256,53 @@ def clipped_grad(
             at_least=1,
             remedy="It bounds memory only; None takes the whole batch at once.",
         )
+    _check.choice("strategy", strategy, ("auto", "book-keeping", "scan", "vmap"))
+    by_norm = isinstance(clipper, NormClipper)
+    if strategy == "book-keeping" and not by_norm:
+        _check.fail(
+            "strategy",
+            "'auto', 'scan' or 'vmap' with a clipper that reads more than norms",
+            strategy,
+            "Leave it at 'auto'.",
+        )
 
     def clipped_sum(params: Params, batch: PyTree, *, mask: Mask) -> ClippedSum:
         size = _leading_size(batch)
         _tree.num_examples(jnp.zeros(size), mask)
-        if microbatch_size is None or size <= microbatch_size:
-            return clipper(gradients(params, batch), mask)
-        steps = -(-size // microbatch_size)
+        free, loss_of = _prepare(loss, params, batch, trainable)
+        written_out = jax.vmap(jax.grad(loss_of), in_axes=(None, 0))
+
+        def sum_of(batch: PyTree, mask: Mask) -> ClippedSum:
+            if by_norm and strategy in ("auto", "book-keeping") and mask.shape[0]:
+                return bookkeeping.clipped_sum(loss_of, clipper, free, batch, mask)
+            return clipper(written_out(free, batch), mask)
+
+        microbatch = microbatch_size or size
+        if microbatch_size is None and (strategy == "scan" or (strategy == "auto" and not by_norm)):
+            floats = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(free))
+            microbatch = max(1, _MOST_BYTES // (4 * max(floats, 1)))
+        if size <= microbatch:
+            return sum_of(batch, mask)
+        steps = -(-size // microbatch)
         # Padding repeats the last example, so that it is as valid an input as any.
-        rows = jnp.minimum(jnp.arange(steps * microbatch_size), size - 1)
-        real = (jnp.arange(steps * microbatch_size) < size) & mask[rows]
-        shape = (steps, microbatch_size)
+        rows = jnp.minimum(jnp.arange(steps * microbatch), size - 1)
+        real = (jnp.arange(steps * microbatch) < size) & mask[rows]
+        shape = (steps, microbatch)
         rows, real = rows.reshape(shape), real.reshape(shape)
 
-        nothing = jax.tree.map(lambda leaf: jnp.asarray(leaf)[:0], batch)
-        empty = clipper(gradients(params, nothing), jnp.zeros(0, bool))
+        empty = sum_of(jax.tree.map(lambda leaf: jnp.asarray(leaf)[:0], batch), jnp.zeros(0, bool))
+        roundings = []  # of a microbatch: static, the same for all
 
         def add(carry: tuple[PyTree, PyTree], chunk: tuple[jax.Array, jax.Array]):
             rows, real = chunk
-            part = jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows], batch)
-            return _tree.compensated_add(*carry, clipper(gradients(params, part), real).parts), None
+            part = sum_of(jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows], batch), real)
+            roundings.append(part.rounding)
+            return _tree.compensated_add(*carry, part.parts), None
 
         lost = jax.tree.map(jnp.zeros_like, empty.parts)
         (parts, _), _ = jax.lax.scan(add, (empty.parts, lost), (rows, real))
-        padded = steps * microbatch_size
-        rounding = _tree.rounding(microbatch_size) + _tree.rounding(padded)
+        padded = steps * microbatch
+        rounding = max(roundings) + _tree.rounding(padded)
         return dataclasses.replace(empty, parts=parts, rows=padded, rounding=rounding)
 
     return clipped_sum

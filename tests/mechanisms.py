@@ -6,8 +6,9 @@ import math
 
 import jax
 import jax.numpy as jnp
+import pytest
 from checks import BATCH, Clip, Door
-from strategies import GROUPS, SHAPES, SIZE, span, tree_of
+from strategies import GROUPS, PARAMS, SHAPES, SIZE, span, tree_of
 
 import jdp
 from jdp.adaptive import clip_and_count
@@ -30,6 +31,29 @@ def in_subspace(s1, s2, **options):
     )
 
 
+def by_bookkeeping(clipper, floats_per_product=None):
+    """The clipper behind a loss whose per-example gradients are the given ones.
+
+    Each leaf W enters as a product, loss = sum_t <(I W)_t, g_t>. A zero for `floats_per_product`
+    forces norms from Gram matrices.
+    """
+
+    def loss(params, gradients):
+        products = {
+            name: jnp.eye(len(leaf), dtype=leaf.dtype) @ leaf for name, leaf in params.items()
+        }
+        return sum(jnp.sum(products[name] * gradients[name]) for name in params)
+
+    def clip(per_example, mask):
+        gradient = jdp.clipped_grad(loss, clipper, strategy="book-keeping")
+        with pytest.MonkeyPatch.context() as patch:
+            if floats_per_product is not None:
+                patch.setattr("jdp.bookkeeping.FLOATS_PER_PRODUCT", floats_per_product)
+            return gradient(PARAMS, per_example, mask=mask)
+
+    return clip
+
+
 CLIPS = (
     Clip("norm", lambda unit: jdp.clip_by_norm(unit)),
     Clip("group", lambda unit: jdp.clip_by_group((1.0 * unit, 0.3 * unit), GROUPS)),
@@ -39,6 +63,12 @@ CLIPS = (
         lambda unit: clip_and_count(unit, gradient_scale=1.25, count_scale=5 / 3),
         limit=False,
     ),
+    Clip("book-keeping", lambda unit: by_bookkeeping(jdp.clip_by_norm(unit))),
+    Clip(
+        "book-keeping-group",
+        lambda unit: by_bookkeeping(jdp.clip_by_group((1.0 * unit, 0.3 * unit), GROUPS)),
+    ),
+    Clip("book-keeping-gram", lambda unit: by_bookkeeping(jdp.clip_by_norm(unit), 0)),
     Clip("subspace-equal", in_subspace(1.0, 0.2)),
     Clip("subspace-optimal", in_subspace(1.0, 0.2, noise_split="optimal")),
     Clip("subspace-joint", in_subspace(1.0, 0.2, joint_clip=True)),

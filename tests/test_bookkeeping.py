@@ -124,8 +124,14 @@ CLIPPERS = {
 
 def both(loss, params, inputs, clipper, mask=MASK):
     batch = (inputs, LABELS)
-    ours = jax.jit(lambda p: bookkeeping.clipped_sum(loss, clipper, p, batch, mask))(params)
-    return ours, jax.jit(lambda p: jdp.clipped_grad(loss, clipper)(p, batch, mask=mask))(params)
+    return [
+        jax.jit(
+            lambda p, strategy=strategy: jdp.clipped_grad(loss, clipper, strategy=strategy)(
+                p, batch, mask=mask
+            )
+        )(params)
+        for strategy in ("book-keeping", "vmap")
+    ]
 
 
 def assert_close(ours, reference, tolerance=1e-5):
@@ -156,6 +162,63 @@ def test_rematerialised_and_jitted_losses():
     loss, params, inputs = CASES["attention"]()
     for wrapped in (jax.checkpoint(loss), jax.jit(loss)):
         assert_close(*both(wrapped, params, inputs, jdp.clip_by_norm(0.3)))
+
+
+def test_microbatches_and_frozen_leaves():
+    loss, params, inputs = CASES["attention"]()
+    batch, clipper = (inputs, LABELS), jdp.clip_by_norm(0.3)
+    flags = jax.tree_util.tree_map_with_path(
+        lambda path, _: "kernel" in jax.tree_util.keystr(path), params
+    )
+    sums = [
+        jax.jit(
+            lambda p, options=options: jdp.clipped_grad(loss, clipper, trainable=flags, **options)(
+                p, batch, mask=MASK
+            )
+        )(params)
+        for options in ({"microbatch_size": 4}, {"strategy": "vmap"})
+    ]
+    assert_close(*sums)
+    frozen = [not flag for flag in jax.tree.leaves(flags)]
+    nothing = [x is None for x in jax.tree.leaves(sums[0].parts, is_leaf=lambda x: x is None)]
+    assert nothing == frozen
+
+
+def test_bfloat16_parameters_have_float32_norms_and_sums():
+    loss, params, inputs = CASES["dense"]()
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    ours, reference = both(loss, narrow, inputs.astype(jnp.bfloat16), jdp.clip_by_norm(0.3))
+    assert {leaf.dtype for leaf in jax.tree.leaves(ours.parts)} == {jnp.dtype(jnp.float32)}
+    assert_close(ours, reference, 0.02)  # both are exact to bfloat16's activations
+
+
+def test_auto_keeps_books_only_for_clippers_of_norms():
+    loss, params, inputs = CASES["dense"]()
+    batch, clipper = (inputs, LABELS), jdp.clip_by_norm(0.3)
+    by_default = jdp.clipped_grad(loss, clipper)(params, batch, mask=MASK)
+    ours = jdp.clipped_grad(loss, clipper, strategy="book-keeping")(params, batch, mask=MASK)
+    jax.tree.map(np.testing.assert_array_equal, by_default.parts, ours.parts)
+    with pytest.raises(ValueError, match="reads more than norms"):
+        jdp.clipped_grad(loss, lambda gradients, mask: None, strategy="book-keeping")
+
+
+def test_scan_takes_as_many_examples_as_fit(monkeypatch):
+    loss, params, inputs = CASES["dense"]()
+    batch, clipper = (inputs, LABELS), jdp.clip_by_norm(0.3)
+    floats = sum(leaf.size for leaf in jax.tree.leaves(params))
+    monkeypatch.setattr("jdp.gradients._MOST_BYTES", 4 * floats * 4)
+    ours = jdp.clipped_grad(loss, clipper, strategy="scan")(params, batch, mask=MASK)
+    assert ours.rows == 8  # two microbatches of four, for six examples
+    assert_close(ours, jdp.clipped_grad(loss, clipper, strategy="vmap")(params, batch, mask=MASK))
+
+
+@pytest.mark.parametrize("case", ["dense", "conv", "attention", "tied table"])
+def test_unprotected_norms(case):
+    loss, params, inputs = CASES[case]()
+    norms = jdp.unprotected_gradient_norms(loss)(params, (inputs, LABELS))
+    leaves = jax.tree.leaves(jdp.per_example_grad(loss)(params, (inputs, LABELS)))
+    want = np.linalg.norm(np.concatenate([leaf.reshape(N, -1) for leaf in leaves], axis=1), axis=1)
+    assert (norms >= want * (1 - 1e-5)).all() and (norms <= want * 1.03).all()
 
 
 def test_which_leaves_are_covered():
@@ -193,10 +256,10 @@ def test_random_models(widths, positions, tied, seed):
 
     words = jax.random.randint(next(keys), (N, positions), 0, 7)
     clipper, batch = jdp.clip_by_norm(0.5), (words, LABELS % 3)
-    sums = (
-        bookkeeping.clipped_sum(loss, clipper, params, batch, MASK),
-        jdp.clipped_grad(loss, clipper)(params, batch, mask=MASK),
-    )
+    sums = [
+        jdp.clipped_grad(loss, clipper, strategy=strategy)(params, batch, mask=MASK)
+        for strategy in ("book-keeping", "vmap")
+    ]
     assert_close(*sums)
 
 
