@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Int
 
 from jdp import _check, _tree
-from jdp._typing import Adjacency, Key, Mask, Params, PerExample, PyTree, Scalar
+from jdp._typing import Adjacency, Key, Loss, Mask, Params, PerExample, PyTree, Scalar
 from jdp.aggregate import (
     as_update,
     check_divisor,
@@ -21,6 +21,7 @@ from jdp.aggregate import (
 )
 from jdp.anchors import PublicGradients
 from jdp.clipping import ClippedSum, Clipper, bounded_factors, shrink
+from jdp.gradients import clipped_grad
 from jdp.noise import add_noise, adjacency_of, step_key
 from jdp.subspace import Bases, allocate_rank, lift, project, public_bases
 
@@ -160,6 +161,9 @@ def gep(
     warm_start: bool = False,
     noise_split: NoiseSplit = "equal",
     joint_clip: bool = False,
+    loss: Loss | None = None,
+    microbatch_size: int | None = None,
+    trainable: PyTree | None = None,
     adjacency: Adjacency | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Gradient embedding perturbation (Yu et al. 2021): less noise where public data can tell.
@@ -192,10 +196,15 @@ def gep(
       warm_start: start the power iteration from the last bases.
       noise_split: as in `jdp.clip_in_subspace`.
       joint_clip: as in `jdp.clip_in_subspace`.
+      loss: None, or `loss(params, example)` as in `jdp.clipped_grad`: `update` then takes the batch
+        of EXAMPLES in place of their gradients, and memory does not grow with the batch.
+      microbatch_size: with `loss`, how many gradients to hold at a time; by default 256 MiB.
+      trainable: with `loss`, as in `jdp.clipped_grad`; the same as for `public_gradients`.
       adjacency: as in `jdp.add_noise`.
 
     Returns:
-      An optax transformation: `update(per_example, state, params, mask=mask)`.
+      An optax transformation: `update(per_example, state, params, mask=mask)`, or with `loss`
+      `update(batch, state, params, mask=mask)`.
 
     Raises:
       TypeError, ValueError: as in `jdp.dp_aggregate`, or for a number out of range.
@@ -233,6 +242,14 @@ def gep(
             TypeError,
         )
 
+    if loss is None and (microbatch_size is not None or trainable is not None):
+        _check.fail(
+            "loss",
+            "given with microbatch_size or trainable",
+            loss,
+            "Pass loss=, and the batch of examples to update.",
+        )
+
     def init_fn(params: Params) -> SubspaceState:
         anchors = jax.eval_shape(public_gradients, params, key)
         check_per_example(params, anchors, "public_gradients(params, key)")
@@ -254,7 +271,7 @@ def gep(
         )
 
     def update_fn(
-        updates: PerExample,
+        updates: PyTree,
         state: SubspaceState,
         params: Params | None = None,
         *,
@@ -262,7 +279,8 @@ def gep(
         **extra,
     ):
         del extra
-        check_per_example(params, updates)
+        if loss is None or params is None:
+            check_per_example(params, updates)
         old = state.bases
         ranks = {
             label: rows.shape[0]
@@ -286,12 +304,15 @@ def gep(
         clipper = clip_in_subspace(
             bases, clip_norms, noise_split=noise_split, joint_clip=joint_clip
         )
-        estimate = add_noise(
-            step_key(state.key, "noise", state.step),
-            clipper(updates, mask),
-            noise_multiplier,
-            adjacency=adjacency,
-        )
+        if loss is None:
+            total = clipper(updates, mask)
+        else:
+            gradient = clipped_grad(
+                loss, clipper, microbatch_size=microbatch_size, trainable=trainable
+            )
+            total = gradient(params, updates, mask=mask)
+        noise_key = step_key(state.key, "noise", state.step)
+        estimate = add_noise(noise_key, total, noise_multiplier, adjacency=adjacency)
         update = as_update(estimate, params, batch_size)
         return update, SubspaceState(state.key, state.step + 1, bases)
 
@@ -310,6 +331,9 @@ def biased_gep(
     refresh_every: int = 1,
     power_iterations: int = 1,
     warm_start: bool = False,
+    loss: Loss | None = None,
+    microbatch_size: int | None = None,
+    trainable: PyTree | None = None,
     adjacency: Adjacency | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""B-GEP (Yu et al. 2021): only the embedding is released, $v = \frac{1}{B} B^\top \tilde w$.
@@ -330,10 +354,13 @@ def biased_gep(
       refresh_every: as in `jdp.gep`.
       power_iterations: as in `jdp.gep`.
       warm_start: as in `jdp.gep`.
+      loss: as in `jdp.gep`.
+      microbatch_size: as in `jdp.gep`.
+      trainable: as in `jdp.gep`.
       adjacency: as in `jdp.add_noise`.
 
     Returns:
-      An optax transformation: `update(per_example, state, params, mask=mask)`.
+      An optax transformation, as `jdp.gep`.
 
     Raises:
       TypeError, ValueError: as in `jdp.gep`.
@@ -357,5 +384,8 @@ def biased_gep(
         refresh_every=refresh_every,
         power_iterations=power_iterations,
         warm_start=warm_start,
+        loss=loss,
+        microbatch_size=microbatch_size,
+        trainable=trainable,
         adjacency=adjacency,
     )

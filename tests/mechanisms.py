@@ -39,10 +39,10 @@ def by_bookkeeping(clipper, floats_per_product=None):
     """
 
     def loss(params, gradients):
-        products = {
-            name: jnp.eye(len(leaf), dtype=leaf.dtype) @ leaf for name, leaf in params.items()
-        }
-        return sum(jnp.sum(products[name] * gradients[name]) for name in params)
+        return sum(
+            jnp.sum((jnp.eye(len(leaf), dtype=leaf.dtype) @ params[name].astype(leaf.dtype)) * leaf)
+            for name, leaf in gradients.items()
+        )
 
     def clip(per_example, mask):
         gradient = jdp.clipped_grad(loss, clipper, strategy="book-keeping")
@@ -68,7 +68,9 @@ CLIPS = (
         "book-keeping-group",
         lambda unit: by_bookkeeping(jdp.clip_by_group((1.0 * unit, 0.3 * unit), GROUPS)),
     ),
-    Clip("book-keeping-gram", lambda unit: by_bookkeeping(jdp.clip_by_norm(unit), 0)),
+    Clip(
+        "book-keeping-gram", lambda unit: by_bookkeeping(jdp.clip_by_norm(unit), 0), rounding=0.01
+    ),
     Clip("subspace-equal", in_subspace(1.0, 0.2)),
     Clip("subspace-optimal", in_subspace(1.0, 0.2, noise_split="optimal")),
     Clip("subspace-joint", in_subspace(1.0, 0.2, joint_clip=True)),
@@ -223,6 +225,16 @@ DOORS = (
         feed=lambda grads, mask: (jdp.clip_by_norm(0.8)(grads, mask), {}),
     ),
     gep("gep", 1.0, 0.2, white_gep(of_state, ROOT2, 0.2 * ROOT2)),
+    gep(
+        "gep-loss",
+        1.0,
+        0.2,
+        white_gep(of_state, ROOT2, 0.2 * ROOT2),
+        loss=lambda params, gradients: sum(
+            jnp.sum(params[name].astype(leaf.dtype) * leaf) for name, leaf in gradients.items()
+        ),
+        microbatch_size=4,
+    ),
     gep(
         "gep-grouped-warm",
         1.0,

@@ -320,3 +320,45 @@ def test_frozen_leaves_go_through_gep(key):
     grads = jdp.per_example_grad(lambda p, e: loss(p, e), trainable=flags)(params, batch)
     update, _ = tx.update(grads, tx.init(params), params, mask=jnp.ones(8, bool))
     assert not update["b"].any() and update["a"].any() and update["c"].any()
+
+
+def test_the_loss_may_stay_with_gep(key):
+    batch = jax.random.normal(key, (6, 3)), jnp.arange(6) % 2
+    params, mask = {"w": jnp.zeros((3, 2)), "frozen": jnp.ones(3)}, jnp.arange(6) != 2
+    flags = {"w": True, "frozen": False}
+
+    def loss(params, example):
+        x, label = example
+        return -jax.nn.log_softmax((x * params["frozen"]) @ params["w"])[label]
+
+    updates = []
+    for options in ({}, {"loss": loss, "microbatch_size": 4, "trainable": flags}):
+        tx = jdp.gep(
+            rank=2,
+            clip_norms=(0.5, 0.1),
+            noise_multiplier=1.0,
+            batch_size=4,
+            key=key,
+            public_gradients=jdp.random_label_gradients(
+                loss, jnp.eye(3), num_classes=2, trainable=flags
+            ),
+            **options,
+        )
+        gradients = batch if options else jdp.per_example_grad(loss, trainable=flags)(params, batch)
+        update, _ = tx.update(gradients, tx.init(params), params, mask=mask)
+        updates.append(update)
+    np.testing.assert_allclose(updates[0]["w"], updates[1]["w"], rtol=1e-5, atol=1e-6)
+    assert not updates[1]["frozen"].any()
+
+
+def test_a_microbatch_size_needs_the_loss(key):
+    with pytest.raises(ValueError, match="Pass loss="):
+        jdp.biased_gep(
+            rank=1,
+            clip_norm=1.0,
+            noise_multiplier=1.0,
+            batch_size=1,
+            key=key,
+            public_gradients=lambda params, key: params,
+            microbatch_size=2,
+        )

@@ -22,7 +22,7 @@ TABLE = {
     "_uses": set(),
     "bookkeeping": BASE | {"_uses", "clipping"},
     "anchors": BASE | {"gradients"},
-    "embedding": BASE | CORE | {"aggregate", "anchors", "subspace"},
+    "embedding": BASE | CORE | {"aggregate", "anchors", "gradients", "subspace"},
     # The host rooms know nothing of gradients.
     "_accountants": {"_typing", "_check"},
     "accounting": {"_typing", "_check", "_accountants"},
