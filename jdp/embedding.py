@@ -198,7 +198,7 @@ def gep(
       joint_clip: as in `jdp.clip_in_subspace`.
       loss: None, or `loss(params, example)` as in `jdp.clipped_grad`: `update` then takes the batch
         of EXAMPLES in place of their gradients, and memory does not grow with the batch.
-      microbatch_size: with `loss`, how many gradients to hold at a time; by default 256 MiB.
+      microbatch_size: as in `jdp.clipped_grad`; with `loss` only.
       trainable: with `loss`, as in `jdp.clipped_grad`; the same as for `public_gradients`.
       adjacency: as in `jdp.add_noise`.
 

@@ -1,7 +1,6 @@
 """Per-example gradients and their clipped sums: the only vmap over examples that users see."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -15,8 +14,9 @@ from jdp.clipping import ClippedSum, Clipper, NormClipper
 
 Strategy: TypeAlias = Literal["auto", "book-keeping", "scan", "vmap"]
 
-# "auto" writes at most this many bytes of per-example gradients at a time.
-_MOST_BYTES = 2**28
+# What a microbatch may hold if its size is not given: about what fits caches on a CPU (larger
+# microbatches were slower), and what keeps an accelerator busy.
+_WORKING_SET = {"cpu": 2**24, "accelerator": 2**30}  # bytes
 
 
 def _partition(params: Params, trainable: PyTree | None) -> PyTree:
@@ -126,6 +126,25 @@ def _prepare(
     return free, loss_of
 
 
+def _bytes_per_example(loss: Loss, params: Params, batch: PyTree) -> int:
+    """Return how many bytes the backward pass holds for each further example."""
+
+    def held(n: int) -> int:
+        examples = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((n, *jnp.shape(leaf)[1:]), jnp.result_type(leaf)),
+            batch,
+        )
+        losses = jax.vmap(loss, in_axes=(None, 0))
+        _, backward = jax.eval_shape(
+            lambda params, examples: jax.vjp(lambda params: losses(params, examples), params),
+            params,
+            examples,
+        )
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
+
+    return held(2) - held(1)
+
+
 def per_example_grad(
     loss: Loss, *, trainable: PyTree | None = None
 ) -> Callable[[Params, PyTree], PerExample]:
@@ -221,13 +240,13 @@ def clipped_grad(
       loss: as in `jdp.per_example_grad`.
       clipper: for example `jdp.clip_by_norm(1.0)`. It may close over traced values (an adaptive
         clip norm, GEP bases) when this is called inside the step.
-      microbatch_size: how many examples to work on at a time; by default all, or as few as the
-        strategy "scan" needs. A batch that it does not divide is padded and masked.
+      microbatch_size: how many examples to work on at a time. By default as many as 16 MiB hold on
+        a CPU, 1 GiB elsewhere, and all of them under "vmap". A batch that it does not divide is
+        padded and masked.
       strategy: "book-keeping" computes norms and clipped sums from one forward and one backward
         pass without per-example gradients (`jdp.bookkeeping`; clippers of norms only, that is
-        not `jdp.clip_in_subspace`). "vmap" writes all per-example gradients out; "scan" a
-        microbatch at a time, of at most 256 MiB by default. "auto" takes the first of
-        book-keeping, vmap and scan that the clipper and 256 MiB allow.
+        not `jdp.clip_in_subspace`). "vmap" writes all per-example gradients out, "scan" those of
+        a microbatch at a time. "auto" is book-keeping where the clipper allows it, else scan.
       trainable: as in `jdp.per_example_grad`.
 
     Returns:
@@ -273,35 +292,51 @@ def clipped_grad(
         written_out = jax.vmap(jax.grad(loss_of), in_axes=(None, 0))
 
         def sum_of(batch: PyTree, mask: Mask) -> ClippedSum:
-            if by_norm and strategy in ("auto", "book-keeping") and mask.shape[0]:
+            books = strategy in ("auto", "book-keeping") and mask.shape[0] > 0
+            if books and isinstance(clipper, NormClipper):
                 return bookkeeping.clipped_sum(loss_of, clipper, free, batch, mask)
             return clipper(written_out(free, batch), mask)
 
-        microbatch = microbatch_size or size
-        if microbatch_size is None and (strategy == "scan" or (strategy == "auto" and not by_norm)):
-            floats = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(free))
-            microbatch = max(1, _MOST_BYTES // (4 * max(floats, 1)))
-        if size <= microbatch:
+        if size == 0 or strategy == "vmap" and microbatch_size is None:
             return sum_of(batch, mask)
-        steps = -(-size // microbatch)
-        # Padding repeats the last example, so that it is as valid an input as any.
-        rows = jnp.minimum(jnp.arange(steps * microbatch), size - 1)
-        real = (jnp.arange(steps * microbatch) < size) & mask[rows]
-        shape = (steps, microbatch)
-        rows, real = rows.reshape(shape), real.reshape(shape)
-
+        if microbatch_size is None:
+            held = _bytes_per_example(loss_of, free, batch)
+            if strategy == "scan" or not by_norm:
+                held += sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(free))
+            on_cpu = jax.default_backend() == "cpu"
+            room = _WORKING_SET["cpu" if on_cpu else "accelerator"]
+            steps = -(-size // max(1, room // max(held, 1)))
+            microbatch = -(-size // steps)  # all about equal, so that little is padded
+        else:
+            microbatch = min(microbatch_size, size)
+            steps = -(-size // microbatch)
+        if steps == 1:
+            return sum_of(batch, mask)
+        padded = steps * microbatch
+        # Padding repeats the last example, so that it is as valid an input as any. Microbatch j has
+        # examples j, j + steps, ...: of a batch sharded over devices, a share of every device's.
+        rows = jnp.minimum(jnp.arange(padded), size - 1)
+        real = ((jnp.arange(padded) < size) & mask[rows]).reshape(microbatch, steps)
+        chunks = jax.tree.map(
+            lambda leaf: (jnp.asarray(leaf) if padded == size else jnp.asarray(leaf)[rows]).reshape(
+                microbatch, steps, *jnp.shape(leaf)[1:]
+            ),
+            batch,
+        )
         empty = sum_of(jax.tree.map(lambda leaf: jnp.asarray(leaf)[:0], batch), jnp.zeros(0, bool))
         roundings = []  # of a microbatch: static, the same for all
 
-        def add(carry: tuple[PyTree, PyTree], chunk: tuple[jax.Array, jax.Array]):
-            rows, real = chunk
-            part = sum_of(jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows], batch), real)
-            roundings.append(part.rounding)
-            return _tree.compensated_add(*carry, part.parts), None
+        def add(carry: tuple[PyTree, PyTree], index: Array):
+            part, present = jax.tree.map(
+                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False),
+                (chunks, real),
+            )
+            total = sum_of(part, present)
+            roundings.append(total.rounding)
+            return _tree.compensated_add(*carry, total.parts), None
 
         lost = jax.tree.map(jnp.zeros_like, empty.parts)
-        (parts, _), _ = jax.lax.scan(add, (empty.parts, lost), (rows, real))
-        padded = steps * microbatch
+        (parts, _), _ = jax.lax.scan(add, (empty.parts, lost), jnp.arange(steps))
         rounding = max(roundings) + _tree.rounding(padded)
         return dataclasses.replace(empty, parts=parts, rows=padded, rounding=rounding)
 

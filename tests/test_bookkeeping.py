@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jdp
-from jdp import bookkeeping
+from jdp import bookkeeping, gradients
 from jdp._uses import find
 
 N, CLASSES = 6, 5
@@ -202,14 +202,29 @@ def test_auto_keeps_books_only_for_clippers_of_norms():
         jdp.clipped_grad(loss, lambda gradients, mask: None, strategy="book-keeping")
 
 
-def test_scan_takes_as_many_examples_as_fit(monkeypatch):
+def test_microbatches_are_as_large_as_memory_allows(monkeypatch):
     loss, params, inputs = CASES["dense"]()
     batch, clipper = (inputs, LABELS), jdp.clip_by_norm(0.3)
     floats = sum(leaf.size for leaf in jax.tree.leaves(params))
-    monkeypatch.setattr("jdp.gradients._MOST_BYTES", 4 * floats * 4)
-    ours = jdp.clipped_grad(loss, clipper, strategy="scan")(params, batch, mask=MASK)
-    assert ours.rows == 8  # two microbatches of four, for six examples
-    assert_close(ours, jdp.clipped_grad(loss, clipper, strategy="vmap")(params, batch, mask=MASK))
+    written, kept = (
+        jdp.clipped_grad(loss, clipper, strategy="scan"),
+        jdp.clipped_grad(loss, clipper),
+    )
+    reference = jdp.clipped_grad(loss, clipper, strategy="vmap")(params, batch, mask=MASK)
+
+    def scans(function):
+        return "scan" in str(jax.make_jaxpr(lambda p: function(p, batch, mask=MASK))(params))
+
+    assert not scans(written) and not scans(kept)
+    monkeypatch.setattr(
+        "jdp.gradients._WORKING_SET", {"cpu": 8 * floats, "accelerator": 8 * floats}
+    )
+    assert scans(written) and not scans(kept)
+    assert_close(written(params, batch, mask=MASK), reference)
+    for kind in ("cpu", "accelerator"):
+        monkeypatch.setitem(gradients._WORKING_SET, kind, 1)
+    assert scans(kept)
+    assert_close(kept(params, batch, mask=MASK), reference)
 
 
 @pytest.mark.parametrize("case", ["dense", "conv", "attention", "tied table"])
