@@ -220,7 +220,8 @@ def check(args: Args):
         raise UsageError(f"--methods must be different ones of {' '.join(METHODS)}, but got {got}")
     if not 0 < args.delta < 1:
         raise UsageError(f"--delta must lie between 0 and 1, but got {args.delta}")
-    if not 1 <= args.devices <= (available := jax.device_count()):
+    available = jax.device_count()
+    if not 1 <= args.devices <= available:
         remedy = "on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N virtual ones"
         raise UsageError(f"--devices must be 1 to {available}, but got {args.devices}; {remedy}")
     if args.learning_rate and len(args.learning_rate) not in (1, len(args.methods)):
