@@ -1,6 +1,7 @@
 """How each method of `experiments.gep` turns data into a model, or a test accuracy."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
 from experiments._run import Keys
@@ -17,7 +19,7 @@ from experiments.models import Model, stage_groups
 
 METHODS = ("non-private", "dp-sgd", "b-gep", "gep", "public-only", "class-means")
 PLANNED = ("dp-sgd", "b-gep", "gep")  # these take many steps under one privacy budget
-MICROBATCH = 256  # per-example gradients that dp-sgd holds at a time
+MICROBATCH = 256  # per-example gradients that dp-sgd holds at a time, on each device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +103,7 @@ def make_run(
     anchors: np.ndarray,
     spend: Budget,
     eval_every: int,
+    devices: int = 1,
 ) -> Run:
     """Prepare one method, compiled once for all its runs.
 
@@ -112,18 +115,23 @@ def make_run(
       anchors: public images for the subspace (GEP) or the principal components (`class-means`).
       spend: the method's budget.
       eval_every: steps between two evaluations.
+      devices: how many to share the private data and every batch out to.
 
     Returns:
       `run(keys, advance) -> result`: the test accuracy after the last step, the curve, and the
       time. `advance(steps)` is called as it goes.
     """
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((devices,), ("batch",), auto, devices=jax.devices()[:devices])
+    shared, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["batch"], []))
     if method == "class-means":
-        return _class_means(setting, data, anchors, spend.noise_multiplier)
+        return _class_means(setting, data, anchors, spend.noise_multiplier, shared)
     plan = spend.plan
     images, labels = data.train_images, data.train_labels
     if method == "public-only":
         images, labels = data.public_images, data.public_labels
-    examples = jnp.asarray(images), jnp.asarray(labels)
+    examples = jax.device_put((_pad(images, devices), _pad(labels, devices)), shared)
+    size = len(labels)
     public = jnp.asarray(anchors)
 
     def transformation(params, key):
@@ -139,30 +147,34 @@ def make_run(
         if method != "dp-sgd":
             return jdp.per_example_grad(model.loss)(params, batch), {"mask": mask}
         clipper = jdp.clip_by_norm(setting.clip_norm)
-        gradient = jdp.clipped_grad(model.loss, clipper, microbatch_size=MICROBATCH)
+        gradient = jdp.clipped_grad(model.loss, clipper, microbatch_size=MICROBATCH * devices)
         return gradient(params, batch, mask=mask), {}
+
+    def take(examples, rows):
+        batch = jax.tree.map(lambda leaf: leaf[rows], examples)
+        return batch if len(rows) % devices else jax.lax.with_sharding_constraint(batch, shared)
 
     def step(index, carry, keys: Keys, examples):
         params, state = carry
         if method in PLANNED:
-            rows, mask = plan.batch(keys.sampling, index)
-            batch = jax.tree.map(lambda leaf: leaf[rows], examples)
-            gradient, extra = private_gradient(params, batch, mask)
+            rows, mask = (_pad(part, devices) for part in plan.batch(keys.sampling, index))
+            gradient, extra = private_gradient(params, take(examples, rows), mask)
         else:
             key = jax.random.fold_in(keys.sampling, index)
-            rows = jax.random.randint(key, (setting.batch_size,), 0, len(examples[1]))
-            batch = jax.tree.map(lambda leaf: leaf[rows], examples)
+            batch = take(examples, jax.random.randint(key, (setting.batch_size,), 0, size))
             losses = jax.vmap(model.loss, in_axes=(None, 0))
             gradient, extra = jax.grad(lambda p: losses(p, batch).mean())(params), {}
         updates, state = transformation(params, keys.noise).update(gradient, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
-    @jax.jit
+    jit = functools.partial(jax.jit, out_shardings=everywhere)
+
+    @jit
     def begin(keys: Keys):
         params = model.init(keys.init)
         return params, transformation(params, keys.noise).init(params)
 
-    @jax.jit
+    @jit
     def advance_to(start, stop, carry, keys: Keys, examples):
         return jax.lax.fori_loop(
             start, stop, lambda index, carry: step(index, carry, keys, examples), carry
@@ -188,6 +200,11 @@ def make_run(
         }
 
     return run
+
+
+def _pad(leaf, devices: int) -> jax.Array:
+    """Zeros (False) after the last row, so that every device gets as many rows as any other."""
+    return jnp.pad(leaf, [(0, -len(leaf) % devices), *[(0, 0)] * (leaf.ndim - 1)])
 
 
 def _private(method, setting, model, params, public, plan, key):
@@ -233,7 +250,9 @@ def _accuracy(model: Model, data: Dataset, rows: int = 1_000) -> Callable[[Any],
     return accuracy
 
 
-def _class_means(setting: Setting, data: Dataset, anchors: np.ndarray, noise_multiplier) -> Run:
+def _class_means(
+    setting: Setting, data: Dataset, anchors: np.ndarray, noise_multiplier, shared: NamedSharding
+) -> Run:
     """ONE noisy release of sums and counts by class; then the nearest mean, without training.
 
     Features are principal components of the anchors, partly whitened, and the clip norm is the
@@ -257,11 +276,14 @@ def _class_means(setting: Setting, data: Dataset, anchors: np.ndarray, noise_mul
         started = time.monotonic()
         own = np.eye(data.num_classes, dtype=np.float32)[data.train_labels]
         contributions = {
-            "sum": jnp.asarray(own[:, :, None] * features(data.train_images)[:, None, :]),
-            "count": jnp.asarray(own * weight),
+            "sum": own[:, :, None] * features(data.train_images)[:, None, :],
+            "count": own * weight,
         }
+        real = np.ones(len(own), bool)
+        devices = shared.mesh.size
+        rows = jax.tree.map(lambda leaf: _pad(leaf, devices), (contributions, real))
         clipper = jdp.clip_by_norm(float(np.hypot(size, weight)))
-        total = clipper(contributions, jnp.ones(len(own), bool))
+        total = clipper(*jax.device_put(rows, shared))
         release = jdp.add_noise(keys.noise, total, noise_multiplier)
         counts = np.maximum(np.asarray(release["count"]) / weight, 1)
         means = np.asarray(release["sum"]) / counts[:, None]

@@ -24,6 +24,7 @@ import dataclasses
 import pathlib
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from experiments import _run, datasets, models
@@ -90,6 +91,8 @@ class Args:
     """Run folder; by default runs/gep/<data set>-eps<epsilon>."""
     eval_every: int | None = None
     """Steps between two evaluations; by default a twentieth of the run."""
+    devices: int = 1
+    """How many devices share the private data and every batch."""
     smoke: bool = False
     """Only check that everything works: 1 seed, 4 steps, 200 examples, rank 8."""
     epochs: float | None = None
@@ -173,7 +176,8 @@ def main(args: Args) -> dict[str, Any]:
             result = folder.get(*pieces[method, repeat])
             if result is None:
                 every = args.eval_every or max(1, own.steps // 20)
-                run = run or make_run(method, own, model, data, anchors, budgets[method], every)
+                rest = budgets[method], every, args.devices
+                run = run or make_run(method, own, model, data, anchors, *rest)
                 steps = 1 if method == "class-means" else own.steps
                 with _run.progress(f"{method} {repeat + 1}/{args.seeds}", steps) as advance:
                     result = run(_run.keys(args.seed, repeat), advance)
@@ -216,6 +220,10 @@ def check(args: Args):
         raise UsageError(f"--methods must be different ones of {' '.join(METHODS)}, but got {got}")
     if not 0 < args.delta < 1:
         raise UsageError(f"--delta must lie between 0 and 1, but got {args.delta}")
+    available = jax.device_count()
+    if not 1 <= args.devices <= available:
+        remedy = "on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N virtual ones"
+        raise UsageError(f"--devices must be 1 to {available}, but got {args.devices}; {remedy}")
     if args.learning_rate and len(args.learning_rate) not in (1, len(args.methods)):
         raise UsageError("--learning-rate takes one value, or one for each of --methods")
     if args.steps is not None and args.epochs is not None:

@@ -1,10 +1,12 @@
 """Arithmetic on pytrees whose leaves have the examples on their leading axis."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from jdp import _check
@@ -69,9 +71,35 @@ def wide(leaf: Array) -> Array:
     return leaf.astype(wide_dtype(leaf.dtype))
 
 
+def auto_sharded(fun: Callable[..., Array], spec: Sequence[Any], *args: Any) -> Array:
+    """Return `fun(*args)`, laid out as `spec`; the compiler chooses the layouts inside `fun`.
+
+    That is how meshes with automatic axes work anyway. With explicit axes JAX refuses to reshape or
+    add across shards unless it is told where the result goes; here nobody but the caller minds.
+
+    Args:
+      fun: from arrays to one array.
+      spec: for each axis of the result, the mesh axes that it is sharded over.
+      args: pytrees of arrays or numbers.
+    """
+    for leaf in jax.tree.leaves(args):
+        mesh = jax.typeof(leaf).sharding.mesh
+        if mesh.explicit_axes:
+            sharding = NamedSharding(mesh, PartitionSpec(*spec))
+            mapped: Any = jax.sharding.auto_axes(fun, out_sharding=sharding)
+            return mapped(*args)
+    return fun(*args)
+
+
+def _spec(leaf: Array) -> tuple[Any, ...]:
+    spec = jax.typeof(leaf).sharding.spec
+    return (*spec, *[None] * (jnp.ndim(leaf) - len(spec)))
+
+
 def rows(leaf: Float[Array, "n ..."]) -> Float[Array, "n p"]:
     """Return the leaf as a matrix with one row an example, in float32 or wider."""
-    return wide(leaf).reshape(leaf.shape[0], math.prod(leaf.shape[1:]))
+    shape = leaf.shape[0], math.prod(leaf.shape[1:])
+    return auto_sharded(lambda leaf: wide(leaf).reshape(shape), _spec(leaf)[:1], leaf)
 
 
 def squared_norms(leaves: Sequence[Array], unit: Scalar) -> Float[Array, " n"]:
@@ -84,21 +112,34 @@ def squared_norms(leaves: Sequence[Array], unit: Scalar) -> Float[Array, " n"]:
       leaves: arrays of shape (n, ...).
       unit: a positive scalar; infinity gives zero for finite examples.
     """
-    total = jnp.zeros(leaves[0].shape[0], wide(leaves[0]).dtype)
-    for leaf in leaves:
-        scaled = rows(leaf) / unit
-        total += jnp.sum(scaled * scaled, axis=1)
-    return total
+
+    def total(leaves: Sequence[Array], unit: Scalar) -> Array:
+        squares = jnp.zeros(leaves[0].shape[0], wide(leaves[0]).dtype)
+        for leaf in leaves:
+            scaled = rows(leaf) / unit
+            squares += jnp.sum(scaled * scaled, axis=1)
+        return squares
+
+    return auto_sharded(total, _spec(leaves[0])[:1], leaves, unit)
 
 
 def pairwise_sum(rows: Float[Array, "n ..."]) -> Float[Array, "..."]:
     """Return the sum over rows, added in neighbouring pairs.
 
     One row takes part in log2(n) additions, and changing it leaves all others as they were.
-    `rounding` is the bound that follows.
+    `rounding` is the bound that follows. On a mesh each device's rows are added first: a row that
+    is paired across devices would be sent to both.
     """
-    if rows.shape[0] == 0:
+    count = rows.shape[0]
+    if count == 0:
         return jnp.zeros(rows.shape[1:], rows.dtype)
+    blocks = math.gcd(count, jax.typeof(rows).sharding.mesh.size or 1)
+    if blocks > 1:
+        rows = jax.vmap(_add_pairs)(rows.reshape(blocks, -1, *rows.shape[1:]))
+    return _add_pairs(rows)
+
+
+def _add_pairs(rows: Float[Array, "n ..."]) -> Float[Array, "..."]:
     while rows.shape[0] > 1:
         if rows.shape[0] % 2:
             rows = jnp.concatenate([rows, jnp.zeros_like(rows[:1])])
@@ -120,7 +161,10 @@ def rounding(num_rows: int) -> float:
 
     At level l of `pairwise_sum` the changed row's partial sum has at most min(2^l, n) rows of norm
     1, so its rounding error is at most u times that (u = 2^-24), in each of the two neighbours:
-    $2u \sum_l \min(2^l, n) \le 6un$. For compensated (Kahan) addition of n rows it is 4un.
+    $2u \sum_l \min(2^l, n) \le 6un$. Added in b blocks of m = n/b rows first, then block by block,
+    it is $2u (\sum_l \min(2^l, m) + m \sum_l \min(2^l, b))$, and since $\sum_l \min(2^l, m)$ is
+    0, 2 or at most 3m - 4 (for m = 1, 2, more), that is at most 6un again. For compensated (Kahan)
+    addition of n rows it is 4un.
     """
     return 6 * 2.0**-24 * num_rows
 
@@ -132,9 +176,13 @@ def weighted_sum(
 
     Rows that are not kept are replaced before the product, since zero times NaN is NaN.
     """
-    kept = jnp.where(keep[:, None], rows(leaf), 0)
-    total = pairwise_sum(kept * weights[:, None].astype(kept.dtype))
-    return total.reshape(leaf.shape[1:])
+
+    def total(leaf: Array, weights: Array, keep: Array) -> Array:
+        kept = jnp.where(keep[:, None], rows(leaf), 0)
+        summed = pairwise_sum(kept * weights[:, None].astype(kept.dtype))
+        return summed.reshape(leaf.shape[1:])
+
+    return auto_sharded(total, _spec(leaf)[1:], leaf, weights, keep)
 
 
 def leaves_by_group(tree: PyTree, groups: Sequence[int]) -> list[list[Array]]:

@@ -7,6 +7,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Int
 
 from jdp import _check, _tree
@@ -20,6 +21,10 @@ def secure_key() -> Key:
     `jax.random.key(seed)` keeps 32 bits of an integer seed, few enough to try them all. This key
     has all the bits that the implementation holds (64 for threefry), drawn from `os.urandom`.
     Draw one for the noise and ANOTHER for sampling: amplification fails if the sample is known.
+
+    Several processes (`jax.distributed`) get ONE key, that of process 0, and must all call this:
+    under a key of its own each would noise the same sum differently, and their mean, or two of
+    their models, would be less private than the plan says.
 
     Returns:
       A typed key of JAX's default implementation, shape ().
@@ -39,6 +44,8 @@ def secure_key() -> Key:
         )
     data = jax.eval_shape(jax.random.key_data, jax.eval_shape(jax.random.key, 0))
     entropy = np.frombuffer(os.urandom(4 * data.size), np.uint32).reshape(data.shape)
+    if jax.process_count() > 1:
+        entropy = multihost_utils.broadcast_one_to_all(entropy)
     return jax.random.wrap_key_data(jnp.asarray(entropy))
 
 

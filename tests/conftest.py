@@ -23,7 +23,7 @@ def strict_promotion(request):
 
 
 # Here compiling takes longer than running. XLA's optimisations are on for the clippers, and for
-# the doors in the test on eight devices.
+# one door and the recipe in test_devices.py.
 UNOPTIMIZED = ("test_adaptive", "test_aggregate", "test_embedding", "test_gradients")
 UNOPTIMIZED += ("test_interop", "test_misuse", "test_subspace", "test_twins")
 

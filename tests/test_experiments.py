@@ -113,6 +113,8 @@ def test_without_a_seed_the_keys_are_fresh_and_independent():
         ({"epsilon": -1.0}, "--epsilon must be above 0"),
         ({"epsilon": float("nan")}, "--epsilon must be above 0"),
         ({"delta": 1.0}, "--delta must lie between 0 and 1"),
+        ({"devices": 99}, "--devices must be 1 to .*xla_force_host_platform_device_count"),
+        ({"devices": 0}, "--devices must be 1 to"),
         ({"steps": 0}, "--steps must be above 0"),
         ({"steps": 5, "epochs": 1.0}, "not both"),
         ({"learning_rate": (0.1, 0.2)}, "--learning-rate takes one value"),
