@@ -19,7 +19,6 @@ from experiments.models import Model, stage_groups
 
 METHODS = ("non-private", "dp-sgd", "b-gep", "gep", "public-only", "class-means")
 PLANNED = ("dp-sgd", "b-gep", "gep")  # these take many steps under one privacy budget
-MICROBATCH = 256  # per-example gradients that dp-sgd holds at a time, on each device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +144,8 @@ def make_run(
 
     def private_gradient(params, batch, mask) -> tuple[Any, dict[str, Any]]:
         if method != "dp-sgd":
-            return jdp.per_example_grad(model.loss)(params, batch), {"mask": mask}
-        clipper = jdp.clip_by_norm(setting.clip_norm)
-        gradient = jdp.clipped_grad(model.loss, clipper, microbatch_size=MICROBATCH * devices)
+            return batch, {"mask": mask}  # the loss is with gep
+        gradient = jdp.clipped_grad(model.loss, jdp.clip_by_norm(setting.clip_norm))
         return gradient(params, batch, mask=mask), {}
 
     def take(examples, rows):
@@ -174,7 +172,7 @@ def make_run(
         params = model.init(keys.init)
         return params, transformation(params, keys.noise).init(params)
 
-    @jit
+    @functools.partial(jit, donate_argnums=2)
     def advance_to(start, stop, carry, keys: Keys, examples):
         return jax.lax.fori_loop(
             start, stop, lambda index, carry: step(index, carry, keys, examples), carry
@@ -216,6 +214,7 @@ def _private(method, setting, model, params, public, plan, key):
     options = {
         "rank": setting.rank,
         "noise_multiplier": plan.noise_multiplier,
+        "loss": model.loss,
         "public_gradients": jdp.random_label_gradients(model.loss, public, num_classes=10),
         "groups": stage_groups(params)
         if paper_groups

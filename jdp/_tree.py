@@ -96,6 +96,25 @@ def _spec(leaf: Array) -> tuple[Any, ...]:
     return (*spec, *[None] * (jnp.ndim(leaf) - len(spec)))
 
 
+def vary_like(tree: PyTree, like: PyTree) -> PyTree:
+    """Return the tree as different, for JAX, on each device that `like` differs on.
+
+    Only matters inside `jax.shard_map`. There the gradient of what all devices share is silently
+    added up over devices, so that a row would no longer be the gradient of one example.
+    """
+    leaves = jax.tree.leaves(like)
+    if not any(jax.typeof(leaf).sharding.mesh.manual_axes for leaf in leaves):
+        return tree
+    # A sum of nothing, which has the type that is wanted in every version of JAX.
+    zero = sum(jnp.sum(jnp.isnan(_numbers(leaf)[:0])) for leaf in leaves)
+    return jax.tree.map(lambda leaf: leaf + jnp.asarray(zero).astype(leaf.dtype), tree)
+
+
+def _numbers(leaf: Array) -> Array:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
 def rows(leaf: Float[Array, "n ..."]) -> Float[Array, "n p"]:
     """Return the leaf as a matrix with one row an example, in float32 or wider."""
     shape = leaf.shape[0], math.prod(leaf.shape[1:])

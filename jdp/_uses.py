@@ -88,9 +88,7 @@ class Use:
         view = ordered.transpose([order.index(i) for i in range(len(order))])
         wide = [step for step in self.view.steps if step.primitive.name != "convert_element_type"]
         rearrange = dataclasses.replace(self.view, steps=tuple(wide)).apply
-        (back,) = jax.linear_transpose(rearrange, jax.ShapeDtypeStruct(leaf.shape, view.dtype))(
-            view
-        )
+        (back,) = jax.linear_transpose(rearrange, leaf.astype(view.dtype))(view)
         return back
 
     def entries(self, shape: tuple[int, ...]) -> np.ndarray:

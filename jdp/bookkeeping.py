@@ -252,9 +252,7 @@ def gradients(
       units: for each leaf, the clip norm of its group.
     """
     leaves = jax.tree.leaves(params)
-    example = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf)[1:], jnp.result_type(leaf)), batch
-    )
+    example = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], batch)
     jaxpr = jax.make_jaxpr(loss)(params, example)
     covered = find(jaxpr, [leaf.shape for leaf in leaves])
     views: list[View | None] = [View(i) if i in covered else None for i in range(len(leaves))]
@@ -278,6 +276,7 @@ def gradients(
         return value, inputs
 
     taps = [jnp.zeros(use.output.shape, use.output.dtype) for use in uses]
+    taps = _tree.vary_like(taps, batch)
     (outputs, written), inputs = jax.vmap(
         jax.grad(forward, argnums=(0, 1), has_aux=True), in_axes=(None, None, 0)
     )(taps, free, batch)

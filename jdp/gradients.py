@@ -123,7 +123,7 @@ def _prepare(
             )
         return value
 
-    return free, loss_of
+    return _tree.vary_like(free, batch), loss_of
 
 
 def _bytes_per_example(loss: Loss, params: Params, batch: PyTree) -> int:
@@ -246,7 +246,8 @@ def clipped_grad(
       strategy: "book-keeping" computes norms and clipped sums from one forward and one backward
         pass without per-example gradients (`jdp.bookkeeping`; clippers of norms only, that is
         not `jdp.clip_in_subspace`). "vmap" writes all per-example gradients out, "scan" those of
-        a microbatch at a time. "auto" is book-keeping where the clipper allows it, else scan.
+        a microbatch at a time. "auto" is book-keeping where the clipper allows it, else scan;
+        on a mesh with explicit axes it is vmap.
       trainable: as in `jdp.per_example_grad`.
 
     Returns:
@@ -289,24 +290,36 @@ def clipped_grad(
         size = _leading_size(batch)
         _tree.num_examples(jnp.zeros(size), mask)
         free, loss_of = _prepare(loss, params, batch, trainable)
+        meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((params, batch))]
+        devices = max((mesh.size for mesh in meshes), default=1) or 1
+        explicit = any(mesh.explicit_axes for mesh in meshes)
+        if explicit and (microbatch_size is not None or strategy in ("book-keeping", "scan")):
+            _check.fail(
+                "strategy",
+                "'auto' or 'vmap', without microbatch_size, on a mesh with explicit axes",
+                strategy,
+                "Make the mesh with axis_types=(jax.sharding.AxisType.Auto,): that is faster too.",
+            )
         written_out = jax.vmap(jax.grad(loss_of), in_axes=(None, 0))
 
         def sum_of(batch: PyTree, mask: Mask) -> ClippedSum:
-            books = strategy in ("auto", "book-keeping") and mask.shape[0] > 0
+            books = strategy in ("auto", "book-keeping") and mask.shape[0] > 0 and not explicit
             if books and isinstance(clipper, NormClipper):
                 return bookkeeping.clipped_sum(loss_of, clipper, free, batch, mask)
             return clipper(written_out(free, batch), mask)
 
-        if size == 0 or strategy == "vmap" and microbatch_size is None:
+        if size == 0 or (microbatch_size is None and (strategy == "vmap" or explicit)):
             return sum_of(batch, mask)
         if microbatch_size is None:
             held = _bytes_per_example(loss_of, free, batch)
             if strategy == "scan" or not by_norm:
                 held += sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(free))
             on_cpu = jax.default_backend() == "cpu"
-            room = _WORKING_SET["cpu" if on_cpu else "accelerator"]
+            room = devices * _WORKING_SET["cpu" if on_cpu else "accelerator"]
             steps = -(-size // max(1, room // max(held, 1)))
-            microbatch = -(-size // steps)  # all about equal, so that little is padded
+            # All about equal, so that little is padded, and shared out evenly.
+            microbatch = -(-size // (steps * devices)) * devices
+            steps = -(-size // microbatch)
         else:
             microbatch = min(microbatch_size, size)
             steps = -(-size // microbatch)
@@ -335,8 +348,8 @@ def clipped_grad(
             roundings.append(total.rounding)
             return _tree.compensated_add(*carry, total.parts), None
 
-        lost = jax.tree.map(jnp.zeros_like, empty.parts)
-        (parts, _), _ = jax.lax.scan(add, (empty.parts, lost), jnp.arange(steps))
+        none = _tree.vary_like(jax.tree.map(jnp.zeros_like, empty.parts), batch)
+        (parts, _), _ = jax.lax.scan(add, (none, none), jnp.arange(steps))
         rounding = max(roundings) + _tree.rounding(padded)
         return dataclasses.replace(empty, parts=parts, rows=padded, rounding=rounding)
 

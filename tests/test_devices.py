@@ -110,9 +110,10 @@ def test_noise_is_drawn_once_also_where_it_is_sharded():
 
 
 def test_adding_clipped_sums_over_devices_is_refused():
-    total, parts = _result(*_output(_run("psum")))
+    total, *parts = _result(*_output(_run("psum")))
     assert total.startswith("TypeError") and "key" in total
-    assert parts == "passed"  # it is the seal that refuses
+    # It is the seal that refuses. What each device has summed are its own examples, one a row.
+    assert all(distance < 1e-4 for distance in parts), parts
 
 
 def test_two_processes_are_as_one(layouts):
