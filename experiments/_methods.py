@@ -30,6 +30,7 @@ class Setting:
     schedule: Literal["constant", "step", "cosine"] = "constant"
     momentum: float = 0.9
     weight_decay: float = 0.0
+    average: float = 0.0
     clip_norm: float = 1.0
     clip_norms: tuple[float, float] = (0.5, 0.2)
     rank: int = 150
@@ -37,6 +38,7 @@ class Setting:
     power_iterations: int = 1
     refresh_every: int = 1
     warm_start: bool = False
+    whitening: float = 0.0
     noise_split: Literal["equal", "optimal"] = "equal"
     joint_clip: bool = False
     components: int = 60
@@ -114,8 +116,9 @@ def make_run(
       eval_every: steps between two evaluations.
 
     Returns:
-      `run(keys, advance) -> result`: the test accuracy after the last step, the curve, and the
-      time. `advance(steps)` is called as it goes.
+      `run(keys, advance) -> result`: the test accuracy after the last step (of the moving average
+      of the parameters, where the setting has one), the curve, and the time. `advance(steps)`
+      is called as it goes.
     """
     if method == "class-means":
         return _class_means(setting, data, anchors, spend.noise_multiplier)
@@ -143,7 +146,7 @@ def make_run(
         return gradient(params, batch, mask=mask), {}
 
     def step(index, carry, keys: Keys, examples):
-        params, state = carry
+        params, state, mean = carry
         if method in PLANNED:
             rows, mask = plan.batch(keys.sampling, index)
             batch = jax.tree.map(lambda leaf: leaf[rows], examples)
@@ -155,12 +158,13 @@ def make_run(
             losses = jax.vmap(model.loss, in_axes=(None, 0))
             gradient, extra = jax.grad(lambda p: losses(p, batch).mean())(params), {}
         updates, state = transformation(params, keys.noise).update(gradient, state, params, **extra)
-        return optax.apply_updates(params, updates), state
+        params = optax.apply_updates(params, updates)
+        return params, state, optax.incremental_update(params, mean, 1 - setting.average)
 
     @jax.jit
     def begin(keys: Keys):
         params = model.init(keys.init)
-        return params, transformation(params, keys.noise).init(params)
+        return params, transformation(params, keys.noise).init(params), params
 
     @jax.jit
     def advance_to(start, stop, carry, keys: Keys, examples):
@@ -178,7 +182,7 @@ def make_run(
             before = time.monotonic()
             carry = jax.block_until_ready(advance_to(start, stop, carry, keys, examples))
             seconds.append((time.monotonic() - before) / (stop - start))
-            curve.append([stop, accuracy(carry[0])])
+            curve.append([stop, accuracy(carry[-1])])
             advance(stop - start)
         return {
             "test_accuracy": curve[-1][1],
@@ -206,6 +210,7 @@ def _private(method, setting, model, params, public, plan, key):
         "refresh_every": setting.refresh_every,
         "power_iterations": setting.power_iterations,
         "warm_start": setting.warm_start,
+        "whitening": setting.whitening,
         **budget,
     }
     if method == "b-gep":
