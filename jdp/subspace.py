@@ -34,7 +34,8 @@ class Bases:
         """Return the coordinates times the weights."""
         if self.weights is None:
             return tuple(coordinates)
-        return tuple(part * own for part, own in zip(coordinates, self.weights, strict=True))
+        pairs = zip(coordinates, self.weights, strict=True)
+        return tuple(part * jnp.broadcast_to(own, part.shape) for part, own in pairs)
 
 
 def _by_group(tree: PyTree, groups: Sequence[int]) -> list[Float[Array, "rows p_g"]]:
