@@ -31,6 +31,7 @@ class Setting:
     schedule: Literal["constant", "step", "cosine"] = "constant"
     momentum: float = 0.9
     weight_decay: float = 0.0
+    average: float = 0.0
     clip_norm: float = 1.0
     clip_norms: tuple[float, float] = (0.5, 0.2)
     rank: int = 150
@@ -38,6 +39,7 @@ class Setting:
     power_iterations: int = 1
     refresh_every: int = 1
     warm_start: bool = False
+    whitening: float = 0.0
     noise_split: Literal["equal", "optimal"] = "equal"
     joint_clip: bool = False
     components: int = 60
@@ -117,8 +119,9 @@ def make_run(
       devices: how many to share the private data and every batch out to.
 
     Returns:
-      `run(keys, advance) -> result`: the test accuracy after the last step, the curve, and the
-      time. `advance(steps)` is called as it goes.
+      `run(keys, advance) -> result`: the test accuracy after the last step (of the moving average
+      of the parameters, where the setting has one), the curve, and the time. `advance(steps)`
+      is called as it goes.
     """
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("batch",), auto, devices=jax.devices()[:devices])
@@ -153,7 +156,7 @@ def make_run(
         return batch if len(rows) % devices else jax.lax.with_sharding_constraint(batch, shared)
 
     def step(index, carry, keys: Keys, examples):
-        params, state = carry
+        params, state, mean = carry
         if method in PLANNED:
             rows, mask = (_pad(part, devices) for part in plan.batch(keys.sampling, index))
             gradient, extra = private_gradient(params, take(examples, rows), mask)
@@ -163,14 +166,15 @@ def make_run(
             losses = jax.vmap(model.loss, in_axes=(None, 0))
             gradient, extra = jax.grad(lambda p: losses(p, batch).mean())(params), {}
         updates, state = transformation(params, keys.noise).update(gradient, state, params, **extra)
-        return optax.apply_updates(params, updates), state
+        params = optax.apply_updates(params, updates)
+        return params, state, optax.incremental_update(params, mean, 1 - setting.average)
 
     jit = functools.partial(jax.jit, out_shardings=everywhere)
 
     @jit
     def begin(keys: Keys):
         params = model.init(keys.init)
-        return params, transformation(params, keys.noise).init(params)
+        return params, transformation(params, keys.noise).init(params), params
 
     @functools.partial(jit, donate_argnums=2)
     def advance_to(start, stop, carry, keys: Keys, examples):
@@ -188,7 +192,7 @@ def make_run(
             before = time.monotonic()
             carry = jax.block_until_ready(advance_to(start, stop, carry, keys, examples))
             seconds.append((time.monotonic() - before) / (stop - start))
-            curve.append([stop, accuracy(carry[0])])
+            curve.append([stop, accuracy(carry[-1])])
             advance(stop - start)
         return {
             "test_accuracy": curve[-1][1],
@@ -222,6 +226,7 @@ def _private(method, setting, model, params, public, plan, key):
         "refresh_every": setting.refresh_every,
         "power_iterations": setting.power_iterations,
         "warm_start": setting.warm_start,
+        "whitening": setting.whitening,
         **budget,
     }
     if method == "b-gep":

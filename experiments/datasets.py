@@ -53,18 +53,19 @@ class Dataset:
         """(height, width, channels)."""
         return self.train_images.shape[1:]
 
-    def validation(self, size: int) -> "Dataset":
-        """The same data with the last `size` private records in the place of the test set."""
-        if not 0 < size < len(self.train_images):
-            raise UsageError(
-                f"--validation must be from 1 to {len(self.train_images) - 1}, but got {size}"
-            )
+    def validation(self, size: int, part: int = 0) -> "Dataset":
+        """The same data, tested on private records: `size` of them, counted from the end."""
+        count = len(self.train_images)
+        most = min(count - 1, count // (part + 1))
+        if not 0 < size <= most:
+            raise UsageError(f"--validation must be from 1 to {most}, but got {size}")
+        held = slice(count - size * (part + 1), count - size * part)
         return dataclasses.replace(
             self,
-            train_images=self.train_images[:-size],
-            train_labels=self.train_labels[:-size],
-            test_images=self.train_images[-size:],
-            test_labels=self.train_labels[-size:],
+            train_images=np.delete(self.train_images, held, axis=0),
+            train_labels=np.delete(self.train_labels, held),
+            test_images=self.train_images[held],
+            test_labels=self.train_labels[held],
             source=f"{self.source}; VALIDATION: evaluated on {size:,} of the private records",
         )
 

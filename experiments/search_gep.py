@@ -1,8 +1,9 @@
 """Search hyper-parameters for `experiments.gep` on a validation part of the private set.
 
 Every method gets the same number of settings, the present default and then random ones from a
-fixed seed, each run once on the private records without the validation part, and scored on that
-part; the test set is not looked at. The search is NOT paid for: it reads private records, and so
+fixed seed, each run once on the private records without a validation part, and scored on that
+part. The best of them, the finalists, are run again with other parts held out, and the best mean
+wins. The test set is not looked at. The search is NOT paid for: it reads private records, and so
 do the settings it finds. Paste the best ones into `DEFAULTS` of `experiments/gep.py`.
 
 Finished trials are kept in the run folder (results.json), so the search can be interrupted, and
@@ -32,6 +33,10 @@ class Args:
     """Which methods to search; all get the same number of trials."""
     trials: int = 12
     """Random settings for each method."""
+    finalists: int = 4
+    """How many of the best settings are run again."""
+    parts: int = 4
+    """Held-out parts on which a finalist is scored."""
     epsilon: float = 1.0
     """Privacy budget of each trial."""
     delta: float = 1e-5
@@ -52,7 +57,7 @@ class Args:
     """Run folder; by default runs/search_gep/<data set>-eps<epsilon>."""
 
 
-def draw(method: str, generator: np.random.RandomState, size: int, layers: int) -> Setting:
+def draw(method: str, generator: np.random.RandomState, size: int) -> Setting:
     """One random setting. Every method draws from the same ranges, as far as they concern it."""
 
     def log_uniform(low: float, high: float) -> float:
@@ -68,69 +73,92 @@ def draw(method: str, generator: np.random.RandomState, size: int, layers: int) 
         return Setting(
             steps=pick(300, 600, 1_000), batch_size=pick(32, 64, 128), learning_rate=rate
         )
+    clip, travel, steps = log_uniform(0.5, 4.0), log_uniform(4, 40), pick(50, 100, 150)
     # Clipped steps of size rate * clip norm travel a similar distance in all good runs.
-    clip, travel, steps = log_uniform(0.2, 2.0), log_uniform(4, 40), pick(100, 200, 300)
     return Setting(
         steps=steps,
-        batch_size=round(size * pick(0.05, 0.1, 0.2)),
+        batch_size=round(size * 0.1),
         learning_rate=float(f"{travel / steps / clip:.2g}"),
         schedule=pick("constant", "cosine"),
+        average=pick(0.0, 0.9, 0.95),
         clip_norm=clip,
-        clip_norms=(clip, float(f"{clip * generator.uniform(0.1, 0.5):.2g}")),
-        rank=pick(100, 150, 250),
-        groups=pick(1, layers),
-        refresh_every=pick(5, 10),
+        clip_norms=(clip, float(f"{clip * log_uniform(0.05, 0.5):.2g}")),
+        rank=150,
+        refresh_every=10,
+        warm_start=True,
+        whitening=pick(0.5, 1.0),
     )
 
 
 def main(args: Args) -> dict[str, Any]:
     """Run the trials that are not finished yet, and return the best setting of each method."""
     options = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    for name in ("trials", "max_steps", "out"):
+    for name in ("trials", "finalists", "parts", "max_steps", "out"):
         options.pop(name)
-    if args.trials < 1 or args.validation < 1:
-        raise _run.UsageError("--trials and --validation must be at least 1")
+    for name in ("trials", "validation", "finalists", "parts"):
+        if getattr(args, name) < 1:
+            raise _run.UsageError(f"--{name} must be at least 1, but got {getattr(args, name)}")
     same = gep.Args(**options)
     gep.check(same)
     name = gep.MODELS[args.dataset]
     model = models.build(name, datasets.shape(args.dataset))
     data = datasets.load(args.dataset, args.data_dir, args.max_examples)
     anchors = datasets.anchors(args.anchors, data, data_dir=args.data_dir)
-    data = data.validation(args.validation)
-    size = len(data.train_labels)
+    splits = [data.validation(args.validation, part) for part in range(args.parts)]
+    size = len(splits[0].train_labels)
     folder = _run.Folder(
         args.out or pathlib.Path("runs", "search_gep", f"{args.dataset}-eps{args.epsilon:g}")
     )
+
+    def setting(method: str, trial: int) -> Setting:
+        source = np.random.RandomState([args.seed, METHODS.index(method), trial])
+        own = draw(method, source, size)
+        if trial == 0:
+            own = gep.setting(same, method, size, name)  # what the table has now
+        own = dataclasses.replace(own, steps=min(own.steps, args.max_steps))
+        gep.check_settings(same, {method: own}, name, splits[0], len(anchors))
+        return own
+
+    def score(method: str, trial: int, part: int) -> float:
+        own = setting(method, trial)
+        config = {"epsilon": args.epsilon, "delta": args.delta, "data": data.source}
+        config |= {"validation": [args.validation, part], "anchors": args.anchors}
+        config |= {"seed": args.seed} | dataclasses.asdict(own)
+        piece = f"{method}/{trial}/{part}"
+        result = folder.get(piece, config)
+        if result is None:
+            spend = budget(method, own, size, args.epsilon, args.delta)
+            run = make_run(method, own, model, splits[part], anchors, spend, own.steps)
+            # Every setting meets the same initial parameters and samples, part by part.
+            result = folder.put(piece, config, run(_run.keys(args.seed, part), lambda _: None))
+        return result["test_accuracy"]
+
     best = {}
     for method in args.methods:
-        scores = []
-        with _run.progress(f"search {method}", args.trials) as advance:
-            for trial in range(args.trials):
-                source = np.random.RandomState([args.seed, METHODS.index(method), trial])
-                own = draw(method, source, size, models.LAYERS[name])
-                if trial == 0:
-                    own = gep.setting(same, method, size, name)  # what the table has now
-                own = dataclasses.replace(own, steps=min(own.steps, args.max_steps))
-                gep.check_settings(same, {method: own}, name, data, len(anchors))
-                config = {"epsilon": args.epsilon, "delta": args.delta, "data": data.source}
-                config |= {"anchors": args.anchors, "seed": args.seed} | dataclasses.asdict(own)
-                result = folder.get(f"{method}/{trial}", config)
-                if result is None:
-                    spend = budget(method, own, size, args.epsilon, args.delta)
-                    run = make_run(method, own, model, data, anchors, spend, own.steps)
-                    result = run(_run.keys(args.seed, trial), lambda _: None)
-                    folder.put(f"{method}/{trial}", config, result)
-                scores.append((result["test_accuracy"], trial, dataclasses.asdict(own)))
-                advance(1)
-        score, trial, setting = max(scores, key=lambda entry: entry[:2])
+        finalists = min(args.finalists, args.trials)
+        runs = args.trials + finalists * (args.parts - 1)
+        with _run.progress(f"search {method}", runs) as advance:
+
+            def scored(trial: int, part: int) -> float:
+                accuracy = score(method, trial, part)  # noqa: B023
+                advance(1)  # noqa: B023
+                return accuracy
+
+            scores = {trial: [scored(trial, 0)] for trial in range(args.trials)}
+            ranking = sorted(scores, key=scores.__getitem__, reverse=True)
+            for trial in ranking[:finalists]:
+                scores[trial] += [scored(trial, part) for part in range(1, args.parts)]
+        trial = max(ranking[:finalists], key=lambda trial: np.mean(scores[trial]))
         defaults = dataclasses.asdict(Setting())
-        changed = {key: value for key, value in setting.items() if value != defaults[key]}
-        ranking = sorted((entry[:2] for entry in scores), reverse=True)
-        best[method] = {"validation_accuracy": score, "trial": trial, "setting": changed}
-        print(f"{method}: {score:.4f} by trial {trial}, {changed}; all: {ranking}")
+        own = dataclasses.asdict(setting(method, trial))
+        changed = {key: value for key, value in own.items() if value != defaults[key]}
+        mean = float(np.mean(scores[trial]))
+        best[method] = {"validation_accuracy": mean, "trial": trial, "setting": changed}
+        best[method]["scores"] = {trial: scores[trial] for trial in ranking}
+        print(f"{method}: {mean:.4f} by trial {trial}, {changed}; all: {best[method]['scores']}")
     print("The search was not paid for: it read the private records without noise on its scores.")
-    summary = {"dataset": args.dataset, "epsilon": args.epsilon, "delta": args.delta}
-    summary |= {"trials": args.trials, "validation": args.validation, "best": best}
+    summary = {key: getattr(args, key) for key in ("dataset", "epsilon", "delta", "trials")}
+    summary |= {"validation": args.validation, "parts": args.parts, "best": best}
     _run.write_json(folder.path / "summary.json", summary | {"provenance": _run.provenance()})
     return summary
 

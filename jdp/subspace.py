@@ -23,10 +23,19 @@ class Bases:
       rows: like the parameters, with leaves of shape (k_g, *parameter shape) for group g; the
         leaves of one group, flattened and put side by side, are B_g of shape (k_g, p_g).
       groups: the group of each leaf, in tree order.
+      weights: for each group the public factors (k_g,) of its coordinates; None for one each.
     """
 
     rows: PyTree
     groups: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    weights: tuple[Float[Array, " k_g"], ...] | None = None
+
+    def weigh(self, coordinates: Sequence[Array]) -> tuple[Array, ...]:
+        """Return the coordinates times the weights."""
+        if self.weights is None:
+            return tuple(coordinates)
+        pairs = zip(coordinates, self.weights, strict=True)
+        return tuple(part * jnp.broadcast_to(own, part.shape) for part, own in pairs)
 
 
 def _by_group(tree: PyTree, groups: Sequence[int]) -> list[Float[Array, "rows p_g"]]:
@@ -102,6 +111,32 @@ def orthonormalize(key: Key, rows: Float[Array, "k p"]) -> Float[Array, "k p"]:
     )
 
 
+def _scaled(anchors: Float[Array, "m p"]) -> Float[Array, "m p"]:
+    """Zero rows that are not finite, and divide by the largest entry."""
+    anchors = _tree.wide(anchors)
+    finite = jnp.all(jnp.isfinite(anchors), axis=1, keepdims=True)
+    anchors = jnp.where(finite, anchors, 0)
+    # The scale is public and cancels; without it squares of small gradients would underflow.
+    largest = jnp.max(jnp.abs(anchors))
+    return anchors / jnp.where(largest > 0, largest, 1)
+
+
+def principal_axes(
+    rows: Float[Array, "k p"], anchors: Float[Array, "m p"], power: float
+) -> tuple[Float[Array, "k p"], Float[Array, " k"]]:
+    r"""Turn the rows to the principal axes of the anchors; return them, and their weights.
+
+    With $\lambda_i$ the anchors' mean square along axis i (at least $10^{-4}$ of the largest), the
+    weights are proportional to $\lambda_i^{-power/2}$, and keep the anchors' mean square.
+    """
+    inside = _matmul(_scaled(anchors), rows.T)
+    spread, axes = jnp.linalg.eigh(_matmul(inside.T, inside))
+    spread = spread / jnp.where(spread[-1] > 0, spread[-1], 1)
+    spread = jnp.maximum(spread, 1e-4)
+    factors = spread**-power
+    return _matmul(axes.T, rows), jnp.sqrt(factors * spread.sum() / (factors * spread).sum())
+
+
 def power_iteration(
     key: Key,
     anchors: Float[Array, "m p"],
@@ -146,12 +181,7 @@ def power_iteration(
         "rank", rank, at_least=1, at_most=p, remedy="A basis has at most p orthonormal rows."
     )
     _check.integer("iterations", iterations, at_least=1, remedy="The paper uses 1.")
-    anchors = _tree.wide(anchors)
-    finite = jnp.all(jnp.isfinite(anchors), axis=1, keepdims=True)
-    anchors = jnp.where(finite, anchors, 0)
-    # The scale is public and cancels; without it squares of small gradients would underflow.
-    largest = jnp.max(jnp.abs(anchors))
-    anchors = anchors / jnp.where(largest > 0, largest, 1)
+    anchors = _scaled(anchors)
     keys = jax.random.split(key, iterations + 1)
     rows = jax.random.normal(keys[0], (rank, p), anchors.dtype) if start is None else start
     for step_key in keys[1:]:
@@ -167,6 +197,7 @@ def public_bases(
     *,
     iterations: int = 1,
     start: Bases | None = None,
+    whitening: float = 0.0,
 ) -> Bases:
     """Return one power-iteration basis for each group of parameters.
 
@@ -177,6 +208,7 @@ def public_bases(
       groups: the group of each leaf, in tree order.
       iterations: as in `power_iteration`.
       start: bases to start from (a warm start).
+      whitening: the power of `principal_axes`; 0 leaves rows as they are, without weights.
 
     >>> import jax, jax.numpy as jnp
     >>> from jdp.subspace import public_bases
@@ -193,7 +225,11 @@ def public_bases(
             jax.random.split(key, len(matrices)), matrices, ranks, starts, strict=True
         )
     ]
-    return bases_from_rows(rows, anchors, groups)
+    if not whitening:
+        return bases_from_rows(rows, anchors, groups)
+    pairs = zip(rows, matrices, strict=True)
+    turned, weights = zip(*(principal_axes(*pair, whitening) for pair in pairs), strict=True)
+    return dataclasses.replace(bases_from_rows(turned, anchors, groups), weights=weights)
 
 
 def bases_from_rows(

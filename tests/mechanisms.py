@@ -1,5 +1,6 @@
 """Everything public that clips or releases, as the contract table sees it."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -25,9 +26,14 @@ def bases() -> Bases:
     return bases_from_rows(rows, like, (0, 0, 1))
 
 
-def in_subspace(s1, s2, **options):
+def weighted_bases() -> Bases:
+    """The same, with weights for the coordinates."""
+    return dataclasses.replace(bases(), weights=(jnp.array([0.3, 4.0]), jnp.array([1.0, 0.5])))
+
+
+def in_subspace(s1, s2, get_bases=bases, **options):
     return lambda unit: jdp.clip_in_subspace(
-        bases(), (s1 * unit, None if s2 is None else s2 * unit), **options
+        get_bases(), (s1 * unit, None if s2 is None else s2 * unit), **options
     )
 
 
@@ -74,6 +80,7 @@ CLIPS = (
     Clip("subspace-equal", in_subspace(1.0, 0.2)),
     Clip("subspace-optimal", in_subspace(1.0, 0.2, noise_split="optimal")),
     Clip("subspace-joint", in_subspace(1.0, 0.2, joint_clip=True)),
+    Clip("subspace-weighted", in_subspace(1.0, 0.2, weighted_bases), limit=False),
     Clip("subspace-biased", in_subspace(1.0, None), limit=False),
 )
 
@@ -128,11 +135,13 @@ def white_gep(get_bases, embedding, residual):
 
     def whiten(update, before, after):
         del before
-        rows = dense(get_bases(after))
+        found = get_bases(after)
+        rows = dense(found)
         frame = jnp.linalg.qr(rows.T, mode="complete")[0]
         k = rows.shape[0]
         values = frame.T @ (vector(update) * BATCH)
-        inside = values[:k] / jnp.sqrt(embedding**2 + residual**2)
+        weights = 1.0 if found.weights is None else jnp.concatenate(found.weights)
+        inside = values[:k] / jnp.sqrt((weights * embedding) ** 2 + residual**2)
         return inside if residual == 0 else jnp.concatenate([inside, values[k:] / residual])
 
     return whiten
@@ -252,6 +261,18 @@ DOORS = (
         noise_split="optimal",
     ),
     gep("gep-joint", 1.0, 0.2, white_gep(of_state, 1.0, 0.2), joint_clip=True),
+    dataclasses.replace(
+        gep(
+            "gep-whitened",
+            1.0,
+            0.2,
+            white_gep(of_state, ROOT2, 0.2 * ROOT2),
+            groups=GROUPS,
+            whitening=1.0,
+        ),
+        bound=2.2,  # no weight of these anchors is above 2
+        unclipped=None,  # the update is a preconditioned one
+    ),
     Door(
         "gep-biased",
         lambda key, noise_multiplier, **options: jdp.biased_gep(

@@ -36,8 +36,13 @@ def test_validation_takes_private_records_and_leaves_the_test_set_alone():
     np.testing.assert_array_equal(split.test_images, data.train_images[-100:])
     np.testing.assert_array_equal(split.train_labels, data.train_labels[:-100])
     assert "VALIDATION" in split.source
-    with pytest.raises(UsageError, match="--validation"):
-        data.validation(len(data.train_labels))
+    other = data.validation(100, 2)
+    np.testing.assert_array_equal(other.test_labels, data.train_labels[-300:-200])
+    kept = [data.train_labels[:-300], data.train_labels[-200:]]
+    np.testing.assert_array_equal(other.train_labels, np.concatenate(kept))
+    for size, part in ((len(data.train_labels), 0), (len(data.train_labels) // 2, 2), (0, 0)):
+        with pytest.raises(UsageError, match="--validation"):
+            data.validation(size, part)
 
 
 def test_anchors_have_the_shape_of_the_data(tmp_path):

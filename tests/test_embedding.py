@@ -8,7 +8,7 @@ from mechanisms import bases, dense
 from strategies import GROUPS, PARAMS, ROWS, SIZE, flat, row, rows, span, tree_of
 
 import jdp
-from jdp.subspace import bases_from_rows
+from jdp.subspace import bases_from_rows, project
 
 MASK = jnp.asarray(ALL)
 
@@ -77,6 +77,20 @@ def test_unclipped_embedding_and_residual_add_up_to_the_gradient():
     embedding, residual = _parts(clipped)
     np.testing.assert_allclose(span() @ residual, 0, atol=1e-5)
     np.testing.assert_allclose(embedding, span() @ matrix.sum(0), atol=1e-4)
+
+
+def test_weights_act_before_clipping_and_on_the_way_back():
+    matrix = rows(["normal", "in_span", "orthogonal", "tiny", "bf16", "zero"], 4)
+    weighted = mechanisms.weighted_bases()
+    weights = np.concatenate(weighted.weights)
+    clipped = jdp.clip_in_subspace(weighted, (1.0, 0.2))(tree_of(matrix), MASK)
+    w = weights * (np.asarray(matrix, np.float64) @ span().T)
+    w *= np.minimum(1, 1 / (np.linalg.norm(w, axis=1, keepdims=True) + 1e-300))
+    embedding, residual = _parts(clipped)
+    np.testing.assert_allclose(embedding, w.sum(0), atol=1e-4)
+    np.testing.assert_allclose(residual, oracle(matrix, 1.0, 0.2, span())[1], atol=1e-4)
+    want = (weights * w.sum(0)) @ span() + residual
+    np.testing.assert_allclose(flat(clipped.combine(clipped.parts)), want, atol=2e-4)
 
 
 def test_full_rank_leaves_no_residual():
@@ -228,6 +242,23 @@ def test_warm_start_goes_on_with_the_power_iteration(key):
     warm, cold = energies(warm_start=True), energies()
     assert warm[-1] > warm[1] > warm[0]
     assert warm[-1] > cold.max()
+
+
+def test_whitened_public_gradients_have_equal_mean_squares(key):
+    _, state = _gep(key, _fixed_public, whitening=1.0).update(
+        tree_of(np.zeros((ROWS, SIZE), np.float32)),
+        _gep(key, whitening=1.0).init(PARAMS),
+        PARAMS,
+        mask=MASK,
+    )
+    for embedding, weight in zip(
+        project(state.bases, _fixed_public(None, None)), state.bases.weights, strict=True
+    ):
+        whole = np.asarray(embedding)
+        white = whole * np.asarray(weight)
+        gram = white.T @ white
+        np.testing.assert_allclose(gram, gram[0, 0] * np.eye(len(gram)), atol=1e-3 * gram[0, 0])
+        np.testing.assert_allclose(np.sum(white**2), np.sum(whole**2), rtol=1e-4)
 
 
 def test_labels_are_fresh_at_every_refresh_and_uniform(key):

@@ -179,16 +179,29 @@ def test_learning_rates(schedule, last):
 
 def test_search_is_resumable_fair_and_deterministic(tmp_path):
     args = search_gep.Args(dataset="digits", methods=("public-only", "class-means"), trials=2)
-    args = dataclasses.replace(args, max_steps=2, validation=100, out=tmp_path)
+    args = dataclasses.replace(args, max_steps=2, validation=100, parts=3, out=tmp_path)
     first = search_gep.main(args)
     assert search_gep.main(args) == first
     pieces = json.loads((tmp_path / "results.json").read_text())
-    assert sorted(pieces) == ["class-means/0", "class-means/1", "public-only/0", "public-only/1"]
+    assert sorted(pieces) == [
+        f"{method}/{trial}/{part}"
+        for method in ("class-means", "public-only")
+        for trial in range(2)
+        for part in range(3)
+    ]
+    scores = first["best"]["class-means"]["scores"]
+    assert all(len(parts) == 3 for parts in scores.values())
     more = search_gep.main(dataclasses.replace(args, trials=3, methods=("class-means",)))
     row = more["best"]["class-means"]
     assert row["validation_accuracy"] >= first["best"]["class-means"]["validation_accuracy"]
-    with pytest.raises(UsageError, match="--trials"):
-        search_gep.main(dataclasses.replace(args, trials=0))
+    one = dataclasses.replace(args, finalists=1, out=tmp_path / "one")
+    lengths = [
+        len(parts) for parts in search_gep.main(one)["best"]["public-only"]["scores"].values()
+    ]
+    assert lengths == [3, 1]
+    for option in ("trials", "finalists", "parts"):
+        with pytest.raises(UsageError, match=f"--{option}"):
+            search_gep.main(dataclasses.replace(args, **{option: 0}))
 
 
 def test_folder_replaces_files_atomically(tmp_path):

@@ -317,6 +317,8 @@ ARGUMENTS = {
     ),
     "refresh_every": (lambda: gep(refresh_every=0), ValueError, "refresh_every"),
     "power_iterations": (lambda: gep(power_iterations=0), ValueError, "power_iterations"),
+    "whitening above 1": (lambda: gep(whitening=2.0), ValueError, "whitening"),
+    "whitening text": (lambda: gep(whitening="full"), TypeError, "whitening"),
     "noise_split": (lambda: gep(noise_split="best"), ValueError, "noise_split"),
     "public_gradients": (lambda: gep(public_gradients=1), TypeError, "public_gradients"),
     "public gradients aggregated": (

@@ -157,6 +157,19 @@ def test_embedding_and_residual_reconstruct(key):
     np.testing.assert_allclose(sum(squares), total, rtol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["zero", "nan", "one direction"])
+def test_weights_are_finite_and_bounded_whatever_the_anchors(key, case):
+    anchors = jax.tree.map(jnp.zeros_like, _per_example(9))
+    if case == "nan":
+        anchors["a"] = anchors["a"].at[0].set(jnp.nan)
+    if case == "one direction":
+        anchors["a"] = anchors["a"].at[:, 0, 0].set(1e-20)
+    bases = public_bases(key, anchors, ranks=(4, 2), groups=GROUPS, whitening=1.0)
+    for weights in bases.weights:
+        assert np.isfinite(weights).all() and np.all((weights > 0) & (weights <= 100))
+    np.testing.assert_allclose(bases.weights[1], 1, rtol=1e-5)
+
+
 RESNET20 = (432, 13_824, 50_688, 202_752, 650)
 
 
