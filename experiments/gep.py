@@ -15,7 +15,7 @@ a Python package, so `python -m experiments.gep` needs no download. Results go t
 (summary.json, report.txt, curves.png); a run that was interrupted is taken up where it stopped.
 The last line on standard output is the summary as one JSON object.
 
-  python -m experiments.gep                                     all six methods, 3 seeds, epsilon 1
+  python -m experiments.gep                                     all six methods, 5 seeds, epsilon 1
   python -m experiments.gep --epsilon 0.5 --methods dp-sgd gep  two of them, under another budget
   python -m experiments.gep --smoke                             a few steps, to see it work
 """
@@ -71,7 +71,7 @@ class Args:
     """Privacy budget of each private method."""
     delta: float = 1e-5
     """Probability with which the privacy bound may fail; keep it below 1 / private images."""
-    seeds: int = 3
+    seeds: int = 5
     """Number of runs of each method; the summary has mean and standard deviation."""
     seed: int | None = None
     """Make the run reproducible; it is then NOT private against whoever knows the seed."""
