@@ -61,9 +61,10 @@ def _step(row: Row, gradient, tx) -> Callable[..., Any]:
 
 
 def _jdp_step(row: Row, params, batch_size: int, strategy, z: float) -> tuple[Any, Any, Any]:
+    """The step, and its two parts: the clipped sum, and the noise with the update."""
     clipper = jdp.clip_by_norm(CLIP_NORM)
     trainable = None if row.trainable is None else row.trainable(params)
-    gradient = jdp.clipped_grad(row.loss, clipper, strategy=strategy, trainable=trainable)
+    gradient: Any = jdp.clipped_grad(row.loss, clipper, strategy=strategy, trainable=trainable)
     private = jdp.privatize(z, batch_size=batch_size, key=jax.random.key(1))
     tx = optax.chain(private, optax.sgd(LEARNING_RATE))
 

@@ -173,9 +173,9 @@ def draw(folder: pathlib.Path):
 
     summary = read_json(folder / "summary.json")
     figure = Figure(figsize=(11, 8), layout="constrained")
-    top, bottom = figure.subfigures(2, 1)
-    _draw_bars(top.subplots(), summary)
-    left, middle, right = bottom.subplots(1, 3)
+    grid = figure.add_gridspec(2, 3)
+    _draw_bars(figure.add_subplot(grid[0, :]), summary)
+    left, middle, right = (figure.add_subplot(grid[1, column]) for column in range(3))
     _draw_lines(left, summary, "batch", "batch_size", "batch (MLP, 669,706 parameters)")
     _draw_lines(middle, summary, "width", "floats", "parameters (MLP, batch 256)")
     _draw_gep(right, summary)
