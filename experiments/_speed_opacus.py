@@ -187,7 +187,7 @@ def main() -> dict[str, Any]:
     options = json.loads(sys.argv[1])
     warnings.simplefilter("ignore")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    title, make, x = network(options["model"].removesuffix("-patches"), options["smoke"])
+    title, make, x = network(options["model"], options["smoke"])
     y = torch.randint(0, 10, (len(x),))
     steps, left_out = {}, {}
     for mode in ("non-private", "hooks", "ghost"):
