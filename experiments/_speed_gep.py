@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "gep, p=26,010": Size("cnn-patches", 1_000, 2_000, 500, 4),
-    "gep, p=268,346": Size("resnet20", 64, 128, 64, 5),
+    "gep, p=268,346": Size("resnet20", 32, 64, 32, 5, microbatch_size=32),
 }
 SMOKE = {"gep, smoke": Size("mlp", 16, 16, 4, 1, 2, 8)}
 

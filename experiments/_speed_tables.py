@@ -243,8 +243,7 @@ def _draw_gep(axes, summary: dict[str, Any]):
         found = _ratios(section, "dp-sgd, book-keeping")
         for key, own in found.items():
             if key.startswith(("gep", "naive")):
-                style = {"color": f"C{number}"} | ({"label": name} if key[-1:] == "s" else {})
-                axes.barh(place, own["ratio"], **style)
+                axes.barh(place, own["ratio"], color=f"C{number}", label=name)
                 ticks.append(key)
                 place += 1
     axes.set_yticks(range(place), ticks, fontsize="x-small")

@@ -37,10 +37,12 @@ def race(
     times: dict[str, list[float | None]] = {name: [] for name in calls}
     spent, inner = dict.fromkeys(calls, 0.0), dict.fromkeys(calls, 1)
     for name, call in calls.items():  # warm up
-        call()
-        begin = time.perf_counter()
-        call()
-        seconds = time.perf_counter() - begin
+        for _ in range(2):
+            begin = time.perf_counter()
+            call()
+            seconds = time.perf_counter() - begin
+            if seconds > 1:
+                break
         inner[name] = max(1, round(LEAST_SECONDS / max(seconds, 1e-6)))
     order = np.random.default_rng(0)
     for number in range(repeats):

@@ -72,7 +72,7 @@ class Args:
     parts: tuple[str, ...] = PARTS
     """What to time: models (the main table), gep, scaling."""
     repeats: int = 15
-    """Rounds of the main table; gep and scaling take a third."""
+    """Rounds of the main table; scaling takes a third of them, gep (in long cycles) a fifth."""
     budget: float = 12.0
     """Seconds of measurement after which a slow contestant sits out, once it has 5 rounds."""
     out: pathlib.Path | None = None
@@ -119,7 +119,8 @@ def main(args: Args) -> dict[str, Any]:
             sections["opacus"][name] = result
     for name, size in (SMOKE if args.smoke else SIZES).items() if "gep" in args.parts else ():
         make = lambda size=size: gep_contestants(known[size.model], size)  # noqa: E731
-        measure("gep", name, make, few | size._asdict(), size._asdict())
+        rounds = {"repeats": max(2, args.repeats // 5)}
+        measure("gep", name, make, shared | rounds | size._asdict(), size._asdict())
     for name, row in _scaling(args.smoke).items() if "scaling" in args.parts else ():
         floats = num_parameters(row)
         fits = floats * row.batch_size <= MOST_FLOATS
