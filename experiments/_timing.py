@@ -37,6 +37,7 @@ def race(
     times: dict[str, list[float | None]] = {name: [] for name in calls}
     spent, inner = dict.fromkeys(calls, 0.0), dict.fromkeys(calls, 1)
     for name, call in calls.items():  # warm up
+        seconds = 0.0
         for _ in range(2):
             begin = time.perf_counter()
             call()

@@ -4,17 +4,16 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
 import pytest
 
-from experiments import _speed_tables, speed, tables
+from experiments import _speed_tables, _timing, speed, tables
 from experiments._run import UsageError
 from experiments._speed_models import rows
 from experiments._speed_steps import NON_PRIVATE, contestants, num_parameters
-from experiments._timing import race, ratio
+from experiments._timing import ratio
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -102,11 +101,20 @@ def test_ratios_are_taken_within_rounds():
     assert ratio([None, 2.0], [5.0, 1.0])["ratio"] == 2.0
 
 
-def test_slow_calls_sit_out_once_they_have_had_their_time():
+def test_slow_calls_sit_out_once_they_have_had_their_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(_timing.time, "perf_counter", lambda: now[0])
 
-    times = race({"slow": lambda: time.sleep(0.04), "fast": lambda: None}, 8, budget=0.05)
-    assert [t is None for t in times["slow"]] == [False] * 5 + [True] * 3
-    assert None not in times["fast"]
+    def takes(seconds):
+        def call():
+            now[0] += seconds
+
+        return call
+
+    times = _timing.race({"slow": takes(0.04), "fast": takes(0.005)}, 8, budget=0.25)
+    assert times["slow"] == [pytest.approx(0.04)] * 7 + [None]
+    assert times["fast"] == [pytest.approx(0.005)] * 8
+    assert _timing.race({"slow": takes(9)}, 6, budget=1)["slow"] == [9] * 5 + [None]
 
 
 def test_the_fastest_peer_is_another_library():
