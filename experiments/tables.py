@@ -6,6 +6,7 @@ python -m experiments.tables
 import pathlib
 from typing import Any
 
+from experiments import _speed_tables
 from experiments._run import read_json
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -13,6 +14,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 def table(summary: dict[str, Any]) -> str:
     """One run's table in Markdown, with the command that made it."""
+    if "methods" not in summary:
+        return _speed_tables.markdown(summary)
     lines = [
         f"`{summary['provenance']['command']}`",
         "",

@@ -10,7 +10,7 @@ hypothesis.settings.load_profile("ci")
 # The trusted core bears strictness. What wraps it (optax, flax, the experiments) does not, and
 # misuse must be caught under the settings that users have.
 LENIENT = ("test_datasets", "test_models", "test_experiments", "test_misuse", "test_interop")
-LENIENT += ("test_aggregate",)
+LENIENT += ("test_aggregate", "test_speed")
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def strict_promotion(request):
 # Here compiling takes longer than running. XLA's optimisations are on for the clippers, and for
 # one door and the recipe in test_devices.py.
 UNOPTIMIZED = ("test_adaptive", "test_aggregate", "test_embedding", "test_gradients")
-UNOPTIMIZED += ("test_interop", "test_misuse", "test_subspace", "test_twins")
+UNOPTIMIZED += ("test_interop", "test_misuse", "test_speed", "test_subspace", "test_twins")
 
 
 @pytest.fixture(autouse=True)
