@@ -110,6 +110,17 @@ def evaluate(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     return outputs if equation.primitive.multiple_results else [outputs]
 
 
+def primitives(jaxpr: Any) -> set[str]:
+    """Return the names of all primitives in a jaxpr, also inside calls and loops."""
+    names = set()
+    for equation in jaxpr.eqns:
+        names.add(equation.primitive.name)
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(inner, "eqns"):
+                names |= primitives(inner)
+    return names
+
+
 def _called(equation: Any) -> Any:
     """Return the jaxpr that an equation calls, if calling it is all that it does."""
     if equation.primitive.name not in _CALLS:

@@ -11,6 +11,7 @@ written out as usual: that costs more, and is never wrong.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -33,6 +34,7 @@ TABLE_MARGIN = 1e-5
 # its Gram form takes; beyond it memory, not arithmetic, would set the pace.
 FLOATS_PER_PRODUCT = 4
 _SMALL_TABLE = 2**14  # entries; a look-up table that is also multiplied with is then written out
+_PATCHES = 2**23  # bytes of patches at a time: about what stays in a CPU's caches
 _CHUNK = 128  # outer products that one contraction adds in an order of its own
 
 
@@ -196,14 +198,34 @@ def _outer_products(parts: Sequence[Factors], size: tuple[int, int]) -> Float[Ar
     return total.swapaxes(1, 2)
 
 
+def _better_written(positions: int, size: tuple[int, int]) -> bool:
+    a, b = size
+    return positions > 1 and FLOATS_PER_PRODUCT * positions**2 * (a + b) > a * b
+
+
+def _written_by_patches(use: Use, x: Array, d: Array) -> Float[Array, "n a b"] | None:
+    """Return a convolution's per-example gradients, from patches of few examples at a time."""
+    positions = math.prod(use.output.shape) // use.size[1]
+    if use.kind != "conv" or not _better_written(positions, use.size):
+        return None
+
+    def of_one(pair: tuple[Array, Array]) -> Array:
+        x, d = pair
+        return _outer_products([factors_of(use, x[None], d[None])], use.size)[0]
+
+    at_a_time = max(1, _PATCHES // (4 * positions * sum(use.size)))
+    chunks = -(-d.shape[0] // at_a_time)
+    return jax.lax.map(of_one, (x, d), batch_size=-(-d.shape[0] // chunks))
+
+
 def _gradient(parts: Sequence[Factors], size: tuple[int, int], unit: Scalar) -> Gradient:
     """Choose the form from static shapes."""
     (a, b), n = size, parts[0].v.shape[0]
     dense = [part for part in parts if not part.is_lookup]
     tables = [part for part in parts if part.is_lookup]
     positions = sum(part.v.shape[1] for part in dense)
-    written = positions > 1 and FLOATS_PER_PRODUCT * positions**2 * (a + b) > a * b
-    if (written and not tables) or (tables and dense and a * b <= _SMALL_TABLE):
+    mixed = tables and dense and a * b <= _SMALL_TABLE
+    if mixed or (_better_written(positions, size) and not tables):
         return _written_out(_outer_products(parts, size), unit)
     if tables:
         rows = jnp.concatenate([part.u for part in tables], axis=1)
@@ -285,17 +307,19 @@ def gradients(
         if i not in covered:
             result.append((_written_out(written[i], units[i]), lambda total: total))
             continue
+        straight = covered[i].uses[covered[i].turned.index(False)]
+        shape = functools.partial(uses[straight].to_leaf, leaf=leaf)
+        whole = None
+        if len(covered[i].uses) == 1:
+            whole = _written_by_patches(uses[straight], inputs[straight], outputs[straight])
+        if whole is not None:
+            result.append((_written_out(whole, units[i]), shape))
+            continue
         parts = []
         for number, turned in zip(covered[i].uses, covered[i].turned, strict=True):
             part = factors_of(uses[number], inputs[number], outputs[number])
             parts.append(part.turn() if turned else part)
-        straight = uses[covered[i].uses[covered[i].turned.index(False)]]
-        result.append(
-            (
-                _gradient(parts, straight.size, units[i]),
-                functools.partial(straight.to_leaf, leaf=leaf),
-            )
-        )
+        result.append((_gradient(parts, uses[straight].size, units[i]), shape))
     return result
 
 

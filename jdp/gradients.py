@@ -10,13 +10,15 @@ from jaxtyping import Array, Float
 
 from jdp import _check, _tree, bookkeeping
 from jdp._typing import Loss, Mask, Params, PerExample, PyTree
+from jdp._uses import primitives
 from jdp.clipping import ClippedSum, Clipper, NormClipper
 
 Strategy: TypeAlias = Literal["auto", "book-keeping", "scan", "vmap"]
 
-# What a microbatch may hold if its size is not given: about what fits caches on a CPU (larger
-# microbatches were slower), and what keeps an accelerator busy.
-_WORKING_SET = {"cpu": 2**24, "accelerator": 2**30}  # bytes
+# Bytes that a microbatch may hold if its size is not given: about what fits caches on a CPU (larger
+# microbatches were slower), and what keeps an accelerator busy. XLA's convolutions are three times
+# as slow in a loop on CPUs, so these are looped over for the sake of memory only.
+_WORKING_SET = {"cpu": 2**24, "cpu, convolutions": 2**28, "accelerator": 2**30}
 
 
 def _partition(params: Params, trainable: PyTree | None) -> PyTree:
@@ -126,23 +128,39 @@ def _prepare(
     return _tree.vary_like(free, batch), loss_of
 
 
-def _bytes_per_example(loss: Loss, params: Params, batch: PyTree) -> int:
-    """Return how many bytes the backward pass holds for each further example."""
+def _examples_that_fit(loss: Loss, params: Params, batch: PyTree, *, written: bool) -> int:
+    """Return how many examples one device works on at a time, by what the backward pass holds.
 
-    def held(n: int) -> int:
-        examples = jax.tree.map(
+    Args:
+      loss: of one example.
+      params: the trainable parameters.
+      batch: n examples.
+      written: whether their gradients are written out.
+    """
+    losses = jax.vmap(loss, in_axes=(None, 0))
+
+    def backward(params: Params, examples: PyTree) -> PyTree:
+        return jax.vjp(lambda params: losses(params, examples), params)[1]
+
+    def examples(n: int) -> PyTree:
+        return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((n, *jnp.shape(leaf)[1:]), jnp.result_type(leaf)),
             batch,
         )
-        losses = jax.vmap(loss, in_axes=(None, 0))
-        _, backward = jax.eval_shape(
-            lambda params, examples: jax.vjp(lambda params: losses(params, examples), params),
-            params,
-            examples,
-        )
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
 
-    return held(2) - held(1)
+    one, two = (
+        sum(
+            leaf.size * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(jax.eval_shape(backward, params, examples(n)))
+        )
+        for n in (1, 2)
+    )
+    each = two - one + written * sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(params))
+    place = "accelerator"
+    if jax.default_backend() == "cpu":
+        used = primitives(jax.make_jaxpr(losses)(params, examples(1)))
+        place = "cpu, convolutions" if "conv_general_dilated" in used else "cpu"
+    return max(1, _WORKING_SET[place] // max(each, 1))
 
 
 def per_example_grad(
@@ -241,8 +259,8 @@ def clipped_grad(
       clipper: for example `jdp.clip_by_norm(1.0)`. It may close over traced values (an adaptive
         clip norm, GEP bases) when this is called inside the step.
       microbatch_size: how many examples to work on at a time. By default as many as 16 MiB hold on
-        a CPU, 1 GiB elsewhere, and all of them under "vmap". A batch that it does not divide is
-        padded and masked.
+        a CPU (256 MiB with convolutions), 1 GiB elsewhere, and all of them under "vmap". A batch
+        that it does not divide is padded and masked.
       strategy: "book-keeping" computes norms and clipped sums from one forward and one backward
         pass without per-example gradients (`jdp.bookkeeping`; clippers of norms only, that is
         not `jdp.clip_in_subspace`). "vmap" writes all per-example gradients out, "scan" those of
@@ -311,12 +329,9 @@ def clipped_grad(
         if size == 0 or (microbatch_size is None and (strategy == "vmap" or explicit)):
             return sum_of(batch, mask)
         if microbatch_size is None:
-            held = _bytes_per_example(loss_of, free, batch)
-            if strategy == "scan" or not by_norm:
-                held += sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(free))
-            on_cpu = jax.default_backend() == "cpu"
-            room = devices * _WORKING_SET["cpu" if on_cpu else "accelerator"]
-            steps = -(-size // max(1, room // max(held, 1)))
+            written = strategy == "scan" or not by_norm
+            fit = devices * _examples_that_fit(loss_of, free, batch, written=written)
+            steps = -(-size // fit)
             # All about equal, so that little is padded, and shared out evenly.
             microbatch = -(-size // (steps * devices)) * devices
             steps = -(-size // microbatch)

@@ -15,7 +15,7 @@ TABLE = {
     "_tree": {"_typing", "_check"},
     "clipping": BASE,
     "noise": BASE | {"clipping"},
-    "gradients": BASE | {"clipping", "bookkeeping"},
+    "gradients": BASE | {"_uses", "clipping", "bookkeeping"},
     "aggregate": BASE | CORE,
     "adaptive": BASE | CORE | {"aggregate"},
     "subspace": BASE,
