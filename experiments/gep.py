@@ -194,6 +194,7 @@ def main(args: Args) -> dict[str, Any]:
             "epsilon_spent": budgets[method].epsilon_spent,
             "noise_multiplier": budgets[method].noise_multiplier,
             "seconds": sum(result["seconds"] for result in runs),
+            "compile_seconds": runs[0].get("compile_seconds"),
             "setting": dataclasses.asdict(own),
             "privacy": statement(args, method, own, budgets[method]),
             "runs": runs,
@@ -337,7 +338,7 @@ def report(args: Args, summary: dict[str, Any]) -> str:
         f"model {summary['shared']['model']}, anchors {summary['shared']['anchors']}",
         f"{_run.key_statement(args.seed)}",
         "",
-        f"{'method':<14}{part + ' accuracy':<22}{'epsilon':<10}{'noise':<10}seconds",
+        f"{'method':<14}{part + ' accuracy':<22}{'epsilon':<10}{'noise':<10}{'seconds':<10}compile",
     ]
     for method, row in summary["methods"].items():
         accuracy = f"{row['test_accuracy_mean']:.4f} +- {row['test_accuracy_std']:.4f}"
@@ -345,7 +346,10 @@ def report(args: Args, summary: dict[str, Any]) -> str:
             "-" if row[key] is None else f"{row[key]:.3f}"
             for key in ("epsilon_spent", "noise_multiplier")
         )
-        lines.append(f"{method:<14}{accuracy:<22}{epsilon:<10}{noise:<10}{row['seconds']:.1f}")
+        compiling = "-" if row["compile_seconds"] is None else f"{row['compile_seconds']:.1f}"
+        lines.append(
+            f"{method:<14}{accuracy:<22}{epsilon:<10}{noise:<10}{row['seconds']:<10.1f}{compiling}"
+        )
     lines += [
         "",
         f"Accuracy after the last step: mean and standard deviation of {args.seeds} run(s).",
