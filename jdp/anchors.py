@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from jdp import _check
 from jdp._typing import Key, Loss, Params, PerExample, PyTree
-from jdp.gradients import per_example_grad
+from jdp.gradients import examples_that_fit, per_example_grad, prepare
 
 PublicGradients: TypeAlias = Callable[[Params, Key], PerExample]
 """`(params, key) -> per-example gradients` of public data, leaves of shape (m, ...)."""
@@ -33,7 +33,8 @@ def random_label_gradients(
         `jdp.per_example_grad`; the label is an int32 scalar.
       images: (m, ...) PUBLIC inputs.
       num_classes: labels are drawn from 0..num_classes-1.
-      microbatch_size: how many gradients to compute at a time; all by default.
+      microbatch_size: how many gradients to compute at a time; by default as many as
+        `jdp.clipped_grad` would.
       trainable: as in `jdp.per_example_grad`; the same as for the private gradients.
 
     Returns:
@@ -61,11 +62,13 @@ def random_label_gradients(
         labels = jax.random.randint(key, images.shape[:1], 0, num_classes)
         # Or else XLA would work on these constants while it compiles, for seconds.
         batch = (jax.lax.optimization_barrier(images), labels)
-        if microbatch_size is None:
+        free, loss_of = prepare(loss, params, batch, trainable)
+        fit = microbatch_size or examples_that_fit(loss_of, free, batch, written=True)
+        if fit >= len(images):
             return gradients(params, batch)
         one = lambda example: jax.tree.map(  # noqa: E731
             lambda leaf: leaf[0], gradients(params, jax.tree.map(lambda x: x[None], example))
         )
-        return jax.lax.map(one, batch, batch_size=microbatch_size)
+        return jax.lax.map(one, batch, batch_size=fit)
 
     return anchors

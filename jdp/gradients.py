@@ -89,7 +89,7 @@ def _check_loss(loss: Loss):
         )
 
 
-def _prepare(
+def prepare(
     loss: Loss, params: Params, batch: PyTree, trainable: PyTree | None
 ) -> tuple[Params, Loss]:
     """Check the arguments; return the trainable parameters, and the loss as a function of them."""
@@ -128,7 +128,7 @@ def _prepare(
     return _tree.vary_like(free, batch), loss_of
 
 
-def _examples_that_fit(loss: Loss, params: Params, batch: PyTree, *, written: bool) -> int:
+def examples_that_fit(loss: Loss, params: Params, batch: PyTree, *, written: bool) -> int:
     """Return how many examples one device works on at a time, by what the backward pass holds.
 
     Args:
@@ -198,7 +198,7 @@ def per_example_grad(
     _check_loss(loss)
 
     def gradients(params: Params, batch: PyTree) -> PerExample:
-        free, loss_of = _prepare(loss, params, batch, trainable)
+        free, loss_of = prepare(loss, params, batch, trainable)
         return jax.vmap(jax.grad(loss_of), in_axes=(None, 0))(free, batch)
 
     return gradients
@@ -232,7 +232,7 @@ def unprotected_gradient_norms(
     _check_loss(loss)
 
     def norms(params: Params, batch: PyTree) -> Float[Array, " n"]:
-        free, loss_of = _prepare(loss, params, batch, trainable)
+        free, loss_of = prepare(loss, params, batch, trainable)
         units = [1.0] * len(jax.tree.leaves(free))
         leaves = bookkeeping.gradients(loss_of, free, batch, units)
         return jnp.sqrt(sum(gradient.square for gradient, _ in leaves))
@@ -307,7 +307,7 @@ def clipped_grad(
     def clipped_sum(params: Params, batch: PyTree, *, mask: Mask) -> ClippedSum:
         size = _leading_size(batch)
         _tree.num_examples(jnp.zeros(size), mask)
-        free, loss_of = _prepare(loss, params, batch, trainable)
+        free, loss_of = prepare(loss, params, batch, trainable)
         meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((params, batch))]
         devices = max((mesh.size for mesh in meshes), default=1) or 1
         explicit = any(mesh.explicit_axes for mesh in meshes)
@@ -330,7 +330,7 @@ def clipped_grad(
             return sum_of(batch, mask)
         if microbatch_size is None:
             written = strategy == "scan" or not by_norm
-            fit = devices * _examples_that_fit(loss_of, free, batch, written=written)
+            fit = devices * examples_that_fit(loss_of, free, batch, written=written)
             steps = -(-size // fit)
             # All about equal, so that little is padded, and shared out evenly.
             microbatch = -(-size // (steps * devices)) * devices
