@@ -36,6 +36,7 @@ FLOATS_PER_PRODUCT = 4
 _SMALL_TABLE = 2**14  # entries; a look-up table that is also multiplied with is then written out
 _PATCHES = 2**23  # bytes of patches at a time: about what stays in a CPU's caches
 _CHUNK = 128  # outer products that one contraction adds in an order of its own
+_FEW_CHUNKS = 4  # whose sums are held side by side; more are added one after the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +174,13 @@ def _contract(parts: Sequence[Factors], size: tuple[int, int], per_chunk: int) -
             u = part.u if part.is_lookup else jnp.where(keep[:, None, None], part.u, 0)
             weighted.append((u, v))
         n = keep.shape[0]
-        if n <= per_chunk:
-            return of_chunk(weighted)
+        if n <= _FEW_CHUNKS * per_chunk:
+            starts = range(0, n, per_chunk)
+            sums = [
+                of_chunk(jax.tree.map(lambda x, i=i: x[i : i + per_chunk], weighted))
+                for i in starts
+            ]
+            return _tree.pairwise_sum(jnp.stack(sums)) if len(sums) > 1 else sums[0]
         whole = n // per_chunk * per_chunk
         stacked = jax.tree.map(lambda x: x[:whole].reshape(-1, per_chunk, *x.shape[1:]), weighted)
         rest = of_chunk(jax.tree.map(lambda x: x[whole:], weighted))
