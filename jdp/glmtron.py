@@ -16,13 +16,13 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jdp import _check, _tree
 from jdp._typing import Mask, Scalar
 from jdp.clipping import ClippedSum, clip_by_norm
 
-Gradient: TypeAlias = Literal["surrogate", "true"]
+Gradient: TypeAlias = Literal["surrogate", "true", "switch"]
 Clip: TypeAlias = Literal["residual", "vector"]
 Decay: TypeAlias = Literal["constant", "halving"]
 Average: TypeAlias = Literal["tail", "all", "last"]
@@ -42,7 +42,8 @@ class Descent:
         one to four times the number of features, for large blocks.
       feature_bound: R > 0; each x is scaled down to this norm, always.
       radius: W > 0; iterates are projected to this ball. Infinity means no projection.
-      gradient: "surrogate" (GLMtron) or "true".
+      gradient: "surrogate" (GLMtron); "true"; or "switch": the surrogate for the first half of the
+        steps, which does not stall, then the true gradient, whose estimate has half the variance.
       clip: "residual" as above, or "vector": (ReLU(w.x) - y) g x as a whole, to norm R s.
       decay: "constant", or "halving" every T / log2(T) steps (Wu et al. 2023).
       average: of the iterates: "tail" (the second half), "all" as in the papers, or "last".
@@ -81,6 +82,10 @@ class Descent:
         exponent = -halvings if self.decay == "halving" else 0 * halvings
         return self.learning_rate * 2.0 ** exponent.astype(jnp.float32)
 
+    def is_true(self, t: Int[Array, ""], steps: int) -> bool | Bool[Array, ""]:
+        """Whether step t of `steps` uses the true gradient."""
+        return t >= steps // 2 if self.gradient == "switch" else self.gradient == "true"
+
     def mean(self, path: Float[Array, "t d"]) -> Float[Array, " d"]:
         """The chosen average of the iterates."""
         steps = path.shape[0]
@@ -102,17 +107,15 @@ def contributions(
     y: Float[Array, " n"],
     s: Scalar,
     descent: Descent,
+    true: bool | Bool[Array, ""],
 ) -> Float[Array, "n d"]:
     """What each record adds to the sum, up to the last clip (see the module's formula)."""
     score = jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST)
     residual = jax.nn.relu(score) - y
     if descent.clip == "residual":
-        residual = jnp.clip(residual, -s, s)
         norm = jnp.sqrt(_tree.squared_norms([x], descent.feature_bound))  # in units of R
-        residual = residual * jnp.minimum(1, 1 / norm)
-    if descent.gradient == "true":
-        residual = jnp.where(score > 0, residual, 0)
-    return residual[:, None] * x
+        residual = jnp.clip(residual, -s, s) * jnp.minimum(1, 1 / norm)
+    return jnp.where((score <= 0) & true, 0, residual)[:, None] * x
 
 
 def clipped_sum(
@@ -122,6 +125,18 @@ def clipped_sum(
     mask: Mask,
     s: Scalar,
     descent: Descent,
+    true: bool | Bool[Array, ""] = False,
 ) -> ClippedSum:
-    """The sum of the contributions, not yet private; noise scale R s."""
-    return clip_by_norm(descent.feature_bound * s)(contributions(w, x, y, s, descent), mask)
+    """The sum of the contributions, not yet private; noise scale R s.
+
+    Args:
+      w: (d,) the iterate.
+      x: (n, d) features.
+      y: (n,) labels.
+      mask: (n,) False for padding.
+      s: the threshold.
+      descent: R, and how to clip.
+      true: whether to use the true gradient.
+    """
+    clipper = clip_by_norm(descent.feature_bound * s)
+    return clipper(contributions(w, x, y, s, descent, true), mask)

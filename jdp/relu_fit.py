@@ -5,7 +5,7 @@ One program, `fit`, is all of these:
 | method | plan | threshold s | descent |
 | --- | --- | --- | --- |
 | DP-PGD (Shen et al. 2023) | `plan_blocks(N, N, T)` | fixed, $R W + Y$ | radius W, any gradient |
-| dp-gd-glmtron | `plan_blocks(N, N, T)` | fixed, small | surrogate |
+| dp-gd-glmtron | `plan_blocks(N, N, T)` | fixed, small | surrogate, or switch |
 | DP-SGD | `jdp.plan(N, batch, T)` | fixed, small | true gradient |
 | DP-GLMtron (Ding et al. 2025, Algorithm 1) | `plan_blocks(N, 1)` | public | surrogate |
 | DP-MBGLMtron (Algorithm 3) | `plan_blocks(N, b, threshold_rows=m)` | private | surrogate |
@@ -126,7 +126,7 @@ def _poisson(noise_key, sampling_key, data: Data, plan, threshold, descent) -> t
     def step(t, w, memory):
         rows, mask = plan.batch(sampling_key, t)
         s = _public(threshold, w)
-        total = clipped_sum(w, x[rows], y[rows], mask, s, descent)
+        total = clipped_sum(w, x[rows], y[rows], mask, s, descent, descent.is_true(t, plan.steps))
         key = jax.random.fold_in(noise_key, t)
         total = add_noise(key, total, plan.noise_multiplier, adjacency=plan.adjacency)
         return total / plan.batch_size, s, memory
@@ -168,7 +168,7 @@ def _blocks(noise_key, sampling_key, data: Data, plan, threshold, descent) -> tu
             s = fresh() if every == 1 else jax.lax.cond(position % every == 0, fresh, lambda: s)
         else:
             s = _public(threshold, w)
-        total = clipped_sum(w, *read(rows), ones, s, descent)
+        total = clipped_sum(w, *read(rows), ones, s, descent, descent.is_true(t, plan.steps))
         if sampler.release == "tree":
             total, tree = climb(gradient_key, t, total, tree, z, plan.adjacency)
         else:
@@ -199,10 +199,10 @@ def check_threshold(plan: TrainingPlan, threshold: Threshold) -> None:
     if not isinstance(sampler, DisjointBlocks | PoissonSampling):
         remedy = "Make it with jdp.relu_regression.plan_blocks, or jdp.plan (Poisson)."
         _check.fail("plan", "one over blocks or Poisson samples", sampler, remedy, TypeError)
-    blocks = isinstance(sampler, DisjointBlocks)
-    rows = sampler.threshold_rows if blocks else 0
-    own = blocks and sampler.release == "same-rows"
-    rows = sampler.batch_size if own else rows
+    rows, own = 0, False
+    if isinstance(sampler, DisjointBlocks):
+        own = sampler.release == "same-rows"
+        rows = sampler.batch_size if own else sampler.threshold_rows
     if isinstance(threshold, PrivateThreshold) != (rows > 0):
         remedy = "Plan threshold_rows (or release='same-rows') for a PrivateThreshold, and only "
         _check.fail(
@@ -214,11 +214,11 @@ def check_threshold(plan: TrainingPlan, threshold: Threshold) -> None:
     if not isinstance(threshold, PrivateThreshold):
         return
     pure = threshold.mechanism == "sparse-vector"
-    if pure != (isinstance(plan, PointPlan) and blocks and rows > 0):
+    if pure != (isinstance(plan, PointPlan)):
         remedy = "Plan with sparse_vector=True for the mechanism 'sparse-vector', and only then."
         _check.fail("mechanism", "the one that the plan pays for", threshold.mechanism, remedy)
     z = plan.noise_multiplier
-    if _check.is_static_number(z):
+    if _check.is_static_number(z) and _check.is_static_number(threshold.share):
         noise = 1 / plan.epsilon if pure else float(z) * (2**0.5 if own else 1)
         threshold.check(rows, noise, plan.adjacency)
 

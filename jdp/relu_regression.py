@@ -2,7 +2,7 @@
 
 `fit` runs a plan (`plan_blocks`, or `jdp.plan` for DP-SGD) with a threshold and a `Descent`;
 `PrivateReLURegressor` is the same behind scikit-learn's interface, and needs scikit-learn. Which
-method to use, with the numbers behind it, is in README.md: `dp-gd-glmtron` unless there is a reason.
+method to use, with the numbers behind it, is in README.md.
 """
 
 from typing import Any

@@ -77,18 +77,18 @@ class PublicThreshold:
       x: (m, d) public features.
       y: (m,) public labels.
       grid: the levels.
-      quantile: q in (0, 1].
+      quantile: q in (0, 1]; may be traced.
     """
 
     x: Float[Array, "m d"]
     y: Float[Array, " m"]
     grid: Grid = Grid()
-    quantile: float = 1.0
+    quantile: Scalar = 1.0
 
     def __post_init__(self):
         """Validate; public values may be looked at."""
         remedy = "1 is the paper's choice; 0.9 bears outliers."
-        _check.number("quantile", self.quantile, above=0, at_most=1, remedy=remedy)
+        _check.number("quantile", self.quantile, above=0, at_most=1, traced=True, remedy=remedy)
 
     def choose(self, magnitudes: Float[Array, " m"]) -> Scalar:
         """The threshold for the public residuals' magnitudes."""
@@ -135,20 +135,20 @@ class PrivateThreshold:
 
     Attributes:
       grid: the levels.
-      share: rho in [0, 1), of residuals that may stay above.
+      share: rho in [0, 1), of residuals that may stay above; may be traced.
       failure: beta in (0, 1): with at most about this probability a level is missed by noise.
       mechanism: "histogram" (the default), "counts" (as the paper describes) or "sparse-vector".
     """
 
     grid: Grid = Grid()
-    share: float = 0.1
+    share: Scalar = 0.1
     failure: float = 0.1
     mechanism: Mechanism = "histogram"
 
     def __post_init__(self):
         """Validate."""
         remedy = "It is a share of the records that are clipped; 0.1 is usual."
-        _check.number("share", self.share, at_least=0, below=1, remedy=remedy)
+        _check.number("share", self.share, at_least=0, below=1, traced=True, remedy=remedy)
         _check.number("failure", self.failure, above=0, below=1, remedy="0.1 is usual.")
         _check.choice("mechanism", self.mechanism, get_args(Mechanism))
 
