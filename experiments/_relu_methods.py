@@ -63,7 +63,7 @@ class Method:
     plan: Callable[[int, float, float, int], TrainingPlan]
     threshold: Callable[[Any, Any, Any, float], Any]
     gradient: str = "surrogate"
-    sizes: tuple[int, ...] = (10, 40)
+    sizes: tuple[int, ...] = (20, 100)
     knobs: tuple[float, ...] = CLIPS
     rates: tuple[float, ...] = BIG
     private: bool = True

@@ -20,7 +20,7 @@ from jdp.relu_regression import (
     unprotected_sgd,
 )
 
-STALL_SIZE, STALL_DIMENSION = 100_000, 10
+STALL_SIZE, STALL_DIMENSION, STALL_STEPS = 10_000, 10, 100
 
 
 def stall(folder: _run.Folder, seeds: int, seed: int, delta: float) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def stall(folder: _run.Folder, seeds: int, seed: int, delta: float) -> dict[str,
             ).path
         )
     )
-    full = plan_blocks(n, n, 40, epsilon=1.0, delta=delta)
-    grid = tuple(itertools.product((4.0, 20.0, 100.0), (0.02, 0.1, 0.4)))
+    full = plan_blocks(n, n, STALL_STEPS, epsilon=1.0, delta=delta)
+    grid = tuple(itertools.product((5.0, 10.0, 20.0, 40.0), (0.05, 0.1, 0.2)))
     program = {
         gradient: jax.jit(
             lambda key, x, y, start, rate, clip, gradient=gradient: (

@@ -112,6 +112,7 @@ def contributions(
     """What each record adds to the sum, up to the last clip (see the module's formula)."""
     score = jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST)
     residual = jax.nn.relu(score) - y
+    residual = jnp.where(jnp.isfinite(residual), residual, jnp.nan)  # dropped, not clipped
     if descent.clip == "residual":
         norm = jnp.sqrt(_tree.squared_norms([x], descent.feature_bound))  # in units of R
         residual = jnp.clip(residual, -s, s) * jnp.minimum(1, 1 / norm)

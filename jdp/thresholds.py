@@ -180,27 +180,34 @@ class PrivateThreshold:
                 "threshold_every, leaves more for each), or a fixed or public threshold.",
             )
 
+    def count(self, magnitudes: Float[Array, " m"], mask: Mask) -> ClippedSum:
+        """Count the residuals: by bin for "histogram", else above each level; not yet private."""
+        levels = self.grid.levels
+        keep = (mask & jnp.isfinite(magnitudes))[:, None]
+        bins = jax.nn.one_hot(self.grid.above(magnitudes), levels + 1, dtype=jnp.float32)
+        histogram = jnp.sum(jnp.where(keep, bins, 0), axis=0)
+        rows = mask.shape[0]
+        if self.mechanism == "histogram":
+            return CountSum((histogram,), (1.0,), rows=rows)
+        return MonotoneSum((_tails(histogram),), (levels**0.5,), rows=rows)
+
     def choose(
         self, key: Key, magnitudes: Float[Array, " m"], mask: Mask, noise: Scalar, adjacency
     ) -> Scalar:
         """Release a level of the grid; `noise` is z, or 1 / epsilon for the sparse vector."""
-        rows, levels = mask.shape[0], self.grid.levels
-        keep = mask & jnp.isfinite(magnitudes)
-        bins = jnp.where(keep[:, None], jax.nn.one_hot(self.grid.above(magnitudes), levels + 1), 0)
-        histogram = jnp.sum(bins, axis=0)
-        above = lambda counts: jnp.cumsum(counts[::-1])[-2::-1]  # noqa: E731  # bins above j
-        bound = self.share * rows
+        total, bound = self.count(magnitudes, mask), self.share * mask.shape[0]
         if self.mechanism == "sparse-vector":
-            bound += self.slack(noise, adjacency)
-            return self.grid.values()[sparse_vector(key, above(histogram), bound, 1 / noise)]
-        if self.mechanism == "counts":
-            total = MonotoneSum((above(histogram),), (levels**0.5,), rows=rows)
-            counts = add_noise(key, total, noise, adjacency=adjacency)
-        else:
-            total = CountSum((histogram,), (1.0,), rows=rows)
-            counts = above(add_noise(key, total, noise, adjacency=adjacency))
-        slack = self.slack(noise, adjacency, jnp.arange(levels, dtype=jnp.float32))
-        return _first(counts <= bound + slack, self.grid)
+            (counts,), bound = total.parts, bound + self.slack(noise, adjacency)
+            return self.grid.values()[sparse_vector(key, counts, bound, 1 / noise)]
+        counts = add_noise(key, total, noise, adjacency=adjacency)
+        counts = _tails(counts) if self.mechanism == "histogram" else counts
+        levels = jnp.arange(self.grid.levels, dtype=jnp.float32)
+        return _first(counts <= bound + self.slack(noise, adjacency, levels), self.grid)
+
+
+def _tails(histogram: Float[Array, " bins"]) -> Float[Array, " levels"]:
+    """Of each level, the count in the bins above it."""
+    return jnp.cumsum(histogram[::-1])[-2::-1]
 
 
 Threshold: TypeAlias = FixedThreshold | PublicThreshold | PrivateThreshold
