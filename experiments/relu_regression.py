@@ -225,8 +225,9 @@ def tuned(method, epsilon, delta, tune, bound, design, key):
     if not allowed:
         return None, [], first
     weights = run(method, allowed, keys[1], sets, epsilon, delta, bound)
-    risks = np.nan_to_num(excess_risk(design, weights, truths), nan=np.inf).mean(1)
-    risks = [float(min(r, 1e30)) for r in risks]
+    with np.errstate(all="ignore"):  # too large a learning rate diverges
+        risks = excess_risk(design, weights, truths)
+    risks = np.nan_to_num(risks, nan=1e30, posinf=1e30).clip(max=1e30).mean(1).tolist()
     return (
         allowed[int(np.argmin(risks))],
         [[*s, r] for s, r in zip(allowed, risks, strict=True)],

@@ -14,7 +14,7 @@ import optax
 from checks import BATCH, Clip, Door
 
 import jdp
-from jdp import _tree, subspace
+from jdp import _tree, glmtron, relu_fit, subspace
 from jdp.clipping import HEADROOM
 
 
@@ -263,6 +263,92 @@ def noise_scaled_by_batch(key, clipped, z, adjacency):
 SOUND = door("sound", sound)
 
 
+# Broken thresholds and ReLU regressions ----------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OneBin(jdp.ClippedSum):
+    """A histogram as if a replaced record did not leave one bin for another."""
+
+    replace_one_factor = 1.0
+
+
+def histogram_without_root2(unit):
+    inner = mechanisms.count_levels("histogram")(unit)
+    return lambda per_example, mask: OneBin(inner(per_example, mask).parts, (1.0,))
+
+
+def counts_without_root(unit):
+    inner = mechanisms.count_levels("counts")(unit)
+    return lambda per_example, mask: dataclasses.replace(
+        inner(per_example, mask), noise_scales=(1.0,)
+    )
+
+
+def features_not_clipped(unit):
+    """Residuals clipped, features trusted to be within R."""
+
+    def clipper(per_example, mask):
+        w, x, y = mechanisms.record(per_example)
+        rows = jnp.clip(jnp.maximum(x @ w, 0) - y, -0.3, 0.3)[:, None] * x
+        keep = mask & jnp.all(jnp.isfinite(rows), axis=1)
+        return jdp.ClippedSum(
+            (_tree.weighted_sum(rows, jnp.ones(len(y)), keep),), (0.3 * 0.8 * unit,)
+        )
+
+    return clipper
+
+
+def threshold_from_gradient_rows(monkeypatch):
+    """Blocks that overlap: the rows of the threshold are rows of a gradient too."""
+    own = relu_fit.DisjointBlocks.partition
+
+    def partition(self, key, epoch=0):
+        thresholds_, gradients = own(self, key, epoch)
+        return gradients[:, : thresholds_.shape[1]], gradients
+
+    monkeypatch.setattr(relu_fit.DisjointBlocks, "partition", partition)
+
+
+def same_block_twice(monkeypatch):
+    own = relu_fit.DisjointBlocks.partition
+
+    def partition(self, key, epoch=0):
+        thresholds_, gradients = own(self, key, epoch)
+        return thresholds_, gradients.at[1].set(gradients[0])
+
+    monkeypatch.setattr(relu_fit.DisjointBlocks, "partition", partition)
+
+
+def sum_without_clip(monkeypatch):
+    def clipped_sum(w, x, y, mask, s, descent, true=False):
+        rows = glmtron.contributions(w, x, y, jnp.inf, descent, true)
+        keep = jnp.all(jnp.isfinite(rows), axis=1)
+        total = _tree.weighted_sum(rows, jnp.ones(len(y)), keep)
+        return jdp.ClippedSum((total,), (descent.feature_bound * s,), rows=len(y))
+
+    monkeypatch.setattr(relu_fit, "clipped_sum", clipped_sum)
+
+
+def threshold_scale_from_data(monkeypatch):
+    """The noise scale follows the block's own largest residual."""
+    own = relu_fit.clipped_sum
+
+    def clipped_sum(w, x, y, mask, s, descent, true=False):
+        return own(w, x, y, mask, jnp.nanmax(jnp.where(jnp.isfinite(y), y, 0)), descent, true)
+
+    monkeypatch.setattr(relu_fit, "clipped_sum", clipped_sum)
+
+
+RELU_TWINS = {
+    "threshold from gradient rows": threshold_from_gradient_rows,
+    "same block twice": same_block_twice,
+    "sum without clip": sum_without_clip,
+    "scale from the data": threshold_scale_from_data,
+}
+
+
 def invariant(kinds, unit=1.0):
     def check(clip):
         checks.check_invariant_on(clip, kinds, unit)
@@ -319,6 +405,12 @@ TWINS = {
         checks.check_outputs,
         door("", sound, next_of=lambda step, mask: step + jnp.any(mask).astype(step.dtype)),
     ),
+    "histogram without sqrt 2": (
+        invariant(["normal", "huge"]),
+        Clip("", histogram_without_root2),
+    ),
+    "counts without sqrt L": (invariant(["huge"]), Clip("", counts_without_root)),
+    "features not clipped": (invariant(["huge"]), Clip("", features_not_clipped)),
     "replace-one without the factor": (
         checks.check_replace_one,
         door("", replace_one_without_factor),
