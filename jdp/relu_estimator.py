@@ -126,7 +126,7 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
     def predict(self, X: Any) -> np.ndarray:  # noqa: N803
         """Predict (n,) labels for (n, d) features."""
         check_is_fitted(self)
-        X = validate_data(self, X, reset=False, dtype=np.float64, ensure_all_finite=True)  # noqa: N806
+        X = validate_data(self, X, reset=False, dtype=np.float64, ensure_all_finite="allow-nan")  # noqa: N806
         return np.maximum(X @ self.coef_ + self.intercept_, 0.0)
 
     def report(self) -> str:

@@ -211,14 +211,18 @@ def check_threshold(plan: TrainingPlan, threshold: Threshold) -> None:
             threshold,
             remedy + "then.",
         )
+    z, static = plan.noise_multiplier, _check.is_static_number
+    if isinstance(threshold, FixedThreshold) and static(z) and z > 0:
+        if static(threshold.value) and math.isinf(threshold.value):
+            remedy = "Noise is proportional to the threshold; choose a finite one."
+            _check.fail("value", "finite when noise_multiplier > 0", threshold.value, remedy)
     if not isinstance(threshold, PrivateThreshold):
         return
     pure = threshold.mechanism == "sparse-vector"
     if pure != (isinstance(plan, PointPlan)):
         remedy = "Plan with sparse_vector=True for the mechanism 'sparse-vector', and only then."
         _check.fail("mechanism", "the one that the plan pays for", threshold.mechanism, remedy)
-    z = plan.noise_multiplier
-    if _check.is_static_number(z) and _check.is_static_number(threshold.share):
+    if static(z) and static(threshold.share):
         noise = 1 / plan.epsilon if pure else float(z) * (2**0.5 if own else 1)
         threshold.check(rows, noise, plan.adjacency)
 

@@ -49,7 +49,7 @@ class Grid:
 
     def above(self, magnitudes: Float[Array, " n"]) -> Int[Array, " n"]:
         """How many levels each magnitude exceeds; 0 for NaN."""
-        return jnp.sum(magnitudes[:, None] > self.values(), axis=1)
+        return jnp.sum(magnitudes[:, None] > self.values()[None, :], axis=1)
 
 
 @jax.tree_util.register_dataclass
@@ -60,9 +60,18 @@ class FixedThreshold:
     Attributes:
       value: in units of the label; about the size of the label noise is best. Infinity means no
         clipping (then only a noise multiplier of 0 makes sense). May be traced.
+
+    Raises:
+      ValueError: the value is not positive.
     """
 
     value: Scalar
+
+    def __post_init__(self):
+        """Validate what is static."""
+        if _check.is_static_number(self.value):
+            remedy = "About the size of the label noise is best."
+            _check.number("value", self.value, above=0, finite=False, remedy=remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +101,10 @@ class PublicThreshold:
 
     def choose(self, magnitudes: Float[Array, " m"]) -> Scalar:
         """The threshold for the public residuals' magnitudes."""
-        within = self.grid.above(magnitudes)[:, None] <= jnp.arange(self.grid.levels)
-        count = jnp.sum(within & jnp.isfinite(magnitudes)[:, None], axis=0)
-        return _first(count >= self.quantile * magnitudes.shape[0], self.grid)
+        within = self.grid.above(magnitudes)[:, None] <= jnp.arange(self.grid.levels)[None, :]
+        within &= jnp.isfinite(magnitudes)[:, None]
+        share = jnp.mean(within.astype(jnp.float32), axis=0)
+        return _first(share >= self.quantile * (1 - 1e-6), self.grid)
 
 
 @jax.tree_util.register_dataclass

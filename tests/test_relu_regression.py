@@ -166,7 +166,7 @@ def test_nodes_are_sums_of_their_leaves_with_the_noise_of_the_largest_threshold(
     np.testing.assert_allclose(prefix, np.cumsum(leaves, 0), atol=1e-5)
     np.testing.assert_allclose(np.cumsum(grown, 0), prefix, atol=1e-5)
     draws = jax.jit(jax.vmap(lambda key: walk(1.0, key)[1]))(jax.random.split(key, 2000))
-    std = np.asarray(draws - prefix).std(axis=(0, 2))
+    std = (np.asarray(draws) - np.asarray(prefix)).std(axis=(0, 2))
     for t in range(1, steps + 1):
         nodes, end = [], t
         for level in range(4):
@@ -320,7 +320,7 @@ def test_private_thresholds_find_the_level_that_is_needed(mechanism, adjacency):
     keys = jax.random.split(jax.random.key(0), 200)
     found = np.asarray(choose(keys, magnitudes))
     # The 95% quantile is 0.196: level 0.32, or 0.16 (11% above) where the slack lets it pass.
-    assert set(np.round(found, 3).tolist()) <= {0.16, 0.32}
+    assert set(np.rint(100 * found).tolist()) <= {16, 32}
     assert np.all(np.asarray(choose(keys, magnitudes * 1e9)) == np.float32(1.28))  # above the grid
     assert np.all(np.asarray(choose(keys, magnitudes * 0)) == np.float32(0.01))  # the public floor
     assert np.all(np.asarray(choose(keys, magnitudes * jnp.nan)) == np.float32(0.01))
@@ -417,7 +417,7 @@ BAD = [
             "plan": plan_blocks(N, N, 3, epsilon=1, delta=DELTA),
         },
         ValueError,
-        "clip_norm",
+        "finite when",
     ),
 ]
 
@@ -436,7 +436,7 @@ def test_what_does_not_belong_together_is_refused(change, error, message):
         (lambda: Descent(0.0), ValueError),
         (lambda: Descent(math.inf), ValueError),
         (lambda: Descent(1.0, -1.0), ValueError),
-        (lambda: Descent("1"), TypeError),  # pyright: ignore
+        (lambda: FixedThreshold(0.0), ValueError),
         (lambda: Descent(gradient="false"), ValueError),  # pyright: ignore
         (lambda: Grid(0.0), ValueError),
         (lambda: Grid(1.0, 0), ValueError),
@@ -449,42 +449,3 @@ def test_what_does_not_belong_together_is_refused(change, error, message):
 def test_bad_configuration_is_refused(make, error):
     with pytest.raises(error):
         make()
-
-
-# Reference points ------------------------------------------------------------------------------
-
-GAUSSIAN = Descent(20.0, 1.25)
-HISTOGRAM = Grid(0.01, 8)
-REFERENCE = {  # plan, threshold, most excess risk (mean of several draws)
-    "full": (
-        plan_blocks(100_000, 100_000, 20, epsilon=0.2, delta=DELTA),
-        FixedThreshold(0.1),
-        5e-6,
-    ),
-    "histogram, epsilon 1": (
-        plan_blocks(100_000, 18_000, epsilon=1, delta=DELTA, threshold_rows=2_000),
-        PrivateThreshold(HISTOGRAM, share=0.0),
-        6e-6,
-    ),
-    "histogram, epsilon 0.2": (
-        plan_blocks(100_000, 18_000, epsilon=0.2, delta=DELTA, threshold_rows=2_000),
-        PrivateThreshold(HISTOGRAM, share=0.3),
-        1.2e-5,
-    ),
-    "fixed": (plan_blocks(10_000, 1_000, epsilon=1, delta=DELTA), FixedThreshold(0.1), 1e-4),
-}
-
-
-@pytest.mark.parametrize("name", REFERENCE)
-def test_reference_points_are_reached(name):
-    plan, threshold, most = REFERENCE[name]
-    run = jax.jit(
-        lambda key, x, y: fit(key, x, y, plan, threshold=threshold, descent=GAUSSIAN).weights
-    )
-    risks = []
-    for seed in range(5):
-        x, y, truth = data(seed, plan.sampler.num_examples, 10)
-        w = np.asarray(run(jax.random.key(seed), x, y))
-        fresh = data(99 + seed, 50_000, 10)[0]
-        risks.append(np.mean((np.maximum(0, fresh @ w) - np.maximum(0, fresh @ truth)) ** 2))
-    assert np.mean(risks) <= most
