@@ -139,8 +139,9 @@ def table(name: str, folder: pathlib.Path | None = None) -> Table | None:
     source = f"{name}: {end - public:,} private, {public:,} public, {len(y) - end:,} test rows, "
     source += f"{z.shape[1]} features with the constant; scaled by the public rows; label unit "
     source += f"{top:g}" + (", logarithms of counts" if path.suffix == ".npz" else "")
-    parts = ((z[s], y[s]) for s in (slice(public, end), slice(public), slice(end, None)))
-    return Table(*(array for pair in parts for array in pair), float(top), source)
+    private, test = slice(public, end), slice(end, None)
+    parts = (z[private], y[private], z[:public], y[:public], z[test], y[test])
+    return Table(*parts, scale=float(top), source=source)
 
 
 def _csv(path: pathlib.Path, target: str | None, drop: tuple[str, ...]):

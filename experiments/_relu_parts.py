@@ -9,6 +9,7 @@ import numpy as np
 import jdp
 from experiments import _run
 from experiments._relu_data import bound, draw, eigenvalues, excess_risk
+from jdp.glmtron import Gradient
 from jdp.relu_regression import (
     Descent,
     FixedThreshold,
@@ -20,93 +21,105 @@ from jdp.relu_regression import (
     unprotected_sgd,
 )
 
-STALL_SIZE, STALL_DIMENSION, STALL_STEPS = 10_000, 10, 100
+STALL_SIZES, STALL_STEPS, STALL_DRAWS = (10_000, 100_000), 100, 4
+STALL_GRID = tuple(itertools.product((10.0, 20.0, 40.0), (0.1, 0.2, 0.4)))
+GRADIENTS: tuple[Gradient, ...] = ("true", "surrogate", "switch")
 
 
 def stall(folder: _run.Folder, seeds: int, seed: int, delta: float) -> dict[str, Any]:
-    """Where the true gradient stalls, and where noise sets it free."""
-    config = {"n": STALL_SIZE, "d": STALL_DIMENSION, "seeds": seeds, "seed": seed, "delta": delta}
-    done = folder.get("stall", config)
-    if done is not None:
-        return done
-    n, d, design = STALL_SIZE, STALL_DIMENSION, "bernoulli-1"
-    make = jax.jit(lambda key: draw(design, key, n, d, noise=0.0))
+    """Where the true gradient stalls, and where noise sets it free; noiseless Bernoulli labels."""
+    result: dict[str, Any] = {}
+    for name, part in (("from_zero", _from_zero), ("private", _from_random)):
+        for n in STALL_SIZES if part is _from_random else STALL_SIZES[:1]:
+            config = {"n": n, "seeds": seeds, "seed": seed, "delta": delta, "grid": STALL_GRID}
+            piece = f"stall/{name}/n{n}"
+            found = folder.get(piece, config)
+            if found is None:
+                found = folder.put(piece, config, part(n, seeds, seed, delta))
+            result |= found if part is _from_zero else {f"{k}_n{n}": v for k, v in found.items()}
+    return result
+
+
+def _make(n: int, d: int):
+    return jax.jit(lambda key: draw("bernoulli-1", key, n, d, noise=0.0))
+
+
+def _from_zero(n: int, seeds: int, seed: int, delta: float) -> dict[str, Any]:
+    """SGD, GLMtron and DP-SGD (epsilon 1) started at w = 0."""
+    d, design = 10, "bernoulli-1"
+    make = _make(n, d)
+    plan = jdp.plan(n, n // 10, STALL_STEPS, epsilon=1.0, delta=delta)
+    threshold, descent = FixedThreshold(0.1), Descent(5.0, gradient="true")
+
+    def noisy(key, x, y):
+        return fit(key, x, y, plan, threshold=threshold, descent=descent).path
+
     sgd = jax.jit(lambda key, x, y: unprotected_sgd(key, x, y, learning_rate=0.5).path)
     glm = jax.jit(lambda x, y: unprotected_glmtron(x, y, steps=100, learning_rate=5.0).weights)
-    poisson = jdp.plan(n, n // 10, 100, epsilon=1.0, delta=delta)
-    private_sgd = jax.jit(
-        lambda key, x, y: (
-            fit(
-                key,
-                x,
-                y,
-                poisson,
-                threshold=FixedThreshold(0.1),
-                descent=Descent(5.0, gradient="true"),
-            ).path
-        )
-    )
-    full = plan_blocks(n, n, STALL_STEPS, epsilon=1.0, delta=delta)
-    grid = tuple(itertools.product((5.0, 10.0, 20.0, 40.0), (0.05, 0.1, 0.2)))
-    program = {
-        gradient: jax.jit(
-            lambda key, x, y, start, rate, clip, gradient=gradient: (
-                fit(
-                    key,
-                    x,
-                    y,
-                    full,
-                    threshold=FixedThreshold(clip),
-                    descent=Descent(rate, gradient=gradient),
-                    start=start,
-                ).weights
-            )
-        )
-        for gradient in ("true", "surrogate", "switch")
-    }
-    root = jax.random.split(jax.random.key(seed + 1), 2)
-    found: dict[str, list[float]] = {}
-    best: dict[str, tuple[float, float]] = {}
-    for part, keys in (("tuning", root[:1]), ("final", root[1:])):
-        risks: dict[Any, list[float]] = {}
-        for key in jax.random.split(keys[0], 2 if part == "tuning" else seeds):
-            data, noise, first, order = jax.random.split(key, 4)
-            x, y, truth = make(data)
-            start = jax.random.normal(first, (d,)) / d**0.5
-            for gradient, run in program.items():
-                for choice in grid if part == "tuning" else (best[gradient],):
-                    value = excess_risk(design, run(noise, x, y, start, *choice), truth)
-                    risks.setdefault((gradient, choice), []).append(float(value))
-            if part == "tuning":
-                continue
-            zero = excess_risk(design, np.zeros(d), truth)
-            path = np.asarray(private_sgd(noise, x, y))
-            below = excess_risk(design, path, truth) < zero / 2
-            values = {
+    noisy, runs = jax.jit(noisy), []
+    for key in jax.random.split(jax.random.key(seed + 1), seeds):
+        data, noise, order = jax.random.split(key, 3)
+        x, y, truth = make(data)
+        zero = excess_risk(design, np.zeros(d), truth)
+        path = np.asarray(noisy(noise, x, y))
+        below = np.flatnonzero(excess_risk(design, path, truth) < zero / 2)
+        runs.append(
+            {
                 "sgd_from_zero_largest_weight": np.abs(np.asarray(sgd(order, x, y))).max(),
                 "glmtron_from_zero_share_of_risk_left": excess_risk(design, glm(x, y), truth)
                 / zero,
                 "dp_sgd_first_step_that_moves": 1 + np.argmax(np.any(path != 0, axis=1)),
-                "dp_sgd_steps_to_half_the_risk": 1 + np.argmax(below) if below.any() else np.inf,
+                "dp_sgd_steps_to_half_the_risk": 1 + below[0] if len(below) else np.inf,
             }
-            for name, value in values.items():
-                found.setdefault(name, []).append(float(value))
-        for gradient in program:
-            own = {c: float(np.mean(r)) for (g, c), r in risks.items() if g == gradient}
-            best[gradient] = min(own, key=own.__getitem__)
-            if part == "final":
-                found[f"private_{gradient}_risk"] = risks[gradient, best[gradient]]
-    result: dict[str, Any] = {name: float(np.mean(values)) for name, values in found.items()}
-    ratio = result["private_true_risk"] / result["private_surrogate_risk"]
-    result |= {"private_true_over_surrogate": ratio, "runs": found, "settings": best}
-    return folder.put("stall", config, result)
+        )
+    return {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
 
 
-def paper(folder: _run.Folder, n: int, epsilons, delta: float, seeds: int, seed: int):
+def _from_random(n: int, seeds: int, seed: int, delta: float) -> dict[str, Any]:
+    """Full-batch private descent from a random start, epsilon 1, tuned for each gradient."""
+    d, design = 10, "bernoulli-1"
+    make, plan = _make(n, d), plan_blocks(n, n, STALL_STEPS, epsilon=1.0, delta=delta)
+
+    def program(gradient: Gradient):
+        def run(key, x, y, start, rate, clip):
+            options: dict[str, Any] = {"threshold": FixedThreshold(clip), "start": start}
+            return fit(key, x, y, plan, descent=Descent(rate, gradient=gradient), **options).weights
+
+        return jax.jit(run)
+
+    programs = {gradient: program(gradient) for gradient in GRADIENTS}
+    tune, final = jax.random.split(jax.random.key(seed + 2))
+
+    def risks(key, gradient, choice) -> float:
+        data, noise, first = jax.random.split(key, 3)
+        x, y, truth = make(data)
+        start = jax.random.normal(first, (d,)) / d**0.5
+        return float(excess_risk(design, programs[gradient](noise, x, y, start, *choice), truth))
+
+    result: dict[str, Any] = {}
+    for gradient in GRADIENTS:
+        keys = jax.random.split(tune, STALL_DRAWS)
+        mean = {c: np.mean([risks(key, gradient, c) for key in keys]) for c in STALL_GRID}
+        best = min(STALL_GRID, key=lambda choice: mean[choice])
+        found = [risks(key, gradient, best) for key in jax.random.split(final, seeds)]
+        result |= {f"private_{gradient}": float(np.mean(found)), f"{gradient}_runs": found}
+        result[f"{gradient}_setting"] = best
+    result["true_over_surrogate"] = result["private_true"] / result["private_surrogate"]
+    return result
+
+
+def paper(
+    folder: _run.Folder,
+    n: int,
+    epsilons: tuple[float, ...],
+    delta: float,
+    seeds: int,
+    seed: int,
+) -> list[dict[str, Any]]:
     """Published learning rates and batch, for one pass and for 500, on the Gaussian design."""
     d, design, batch, rows = 10, "gaussian", 32, []
     fixed = FixedThreshold(0.4)
-    methods = {
+    methods: dict[str, tuple[float, int, Gradient]] = {
         "dp-sgd": (0.01, 500, "true"),
         "dp-mbglmtron": (0.01, 500, "surrogate"),
         "dp-mbglmtron, one pass": (0.01, 1, "surrogate"),
@@ -114,9 +127,8 @@ def paper(folder: _run.Folder, n: int, epsilons, delta: float, seeds: int, seed:
     }
     make = jax.jit(lambda key: draw(design, key, n + 100, d))
     with _run.progress("paper", len(methods) * len(epsilons)) as advance:
-        for (name, (rate, passes, gradient)), epsilon in itertools.product(
-            methods.items(), epsilons
-        ):
+        for name, epsilon in ((name, e) for name in methods for e in epsilons):
+            rate, passes, gradient = methods[name]
             config = {"n": n, "epsilon": epsilon, "delta": delta, "seeds": seeds, "seed": seed}
             result = folder.get(f"paper/{name}/eps{epsilon:g}", config)
             if result is None:

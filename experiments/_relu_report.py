@@ -47,7 +47,7 @@ def by_cell(rows: list[dict[str, Any]]) -> dict[Any, dict[str, dict[float | None
 def _risk(summary) -> list[str]:
     lines = [
         f"Excess risk: mean (standard error) over {summary['seeds']} data sets. Tuned for every",
-        f"number: 12 settings a method, on {summary['tuning_draws']} other data sets.",
+        f"number: 16 settings a method, on {summary['tuning_draws']} other data sets.",
     ]
     for (design, d, n), methods in by_cell(summary["risk"]).items():
         epsilons = sorted({e for row in methods.values() for e in row if e is not None})

@@ -5,7 +5,7 @@ Parts of the study, all by default but for the long ones:
   stall   noiseless SGD from w = 0 stays there, GLMtron does not; how long DP-SGD takes to leave;
           private true gradient against private surrogate on symmetric Bernoulli data
   risk    exact excess risk of all methods over designs, dimensions, sizes and epsilons; every
-          method tuned with twelve settings on separate synthetic data sets of the same design
+          method tuned with sixteen settings on separate synthetic data sets of the same design
   paper   the published setting of Ding et al. 2025 (learning rates 0.01 and 0.05, batch 32, "500
           epochs"), with the noise that 500 epochs honestly need
   tables  test error on real tables, with settings tuned on synthetic Gaussian data of their size
@@ -59,7 +59,7 @@ class Args:
     seeds: int = 5
     """Independent data sets (and noise) for every number; the summary has mean and spread."""
     tuning_draws: int = 2
-    """Separate data sets on which each method's twelve settings are tried."""
+    """Separate data sets on which each method's sixteen settings are tried."""
     tables: tuple[str, ...] = ()
     """Real tables; by default those that are there, or scikit-learn's diabetes data."""
     data_dir: pathlib.Path | None = None
@@ -166,7 +166,8 @@ def risk(args: Args, folder: _run.Folder) -> list[dict[str, Any]]:
     ]
     tasks = [t for t in tasks if t[0][2] <= MOST_SINGLE or not METHODS[t[1]].steps_are_small]
     tasks.sort(key=lambda task: cells.index(task[0]))
-    rows, held = [], (None, None)
+    rows: list[dict[str, Any]] = []
+    held: tuple[Any, Any] = (None, ())
     with _run.progress("risk", len(tasks)) as advance:
         for (design, d, n), method, epsilon in tasks:
             config = {"design": design, "d": d, "n": n, "method": method, "epsilon": epsilon}

@@ -92,12 +92,13 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
 
     def fit(self, X: Any, y: Any) -> "PrivateReLURegressor":  # noqa: N803
         """Fit on (n, d) features and (n,) labels; every call spends `epsilon` again."""
-        X = validate_data(self, X, dtype=np.float64, ensure_all_finite=False)  # noqa: N806
+        options: dict[str, Any] = {"dtype": np.float64, "ensure_all_finite": False}
+        X = validate_data(self, X, **options)  # noqa: N806
         if y is None:
             raise ValueError(
                 "PrivateReLURegressor requires y to be passed, but the target y is None"
             )
-        y = check_array(y, ensure_2d=False, dtype=np.float64, ensure_all_finite=False)
+        y = check_array(y, ensure_2d=False, **options)
         y = column_or_1d(y, warn=True)
         check_consistent_length(X, y)
         n, d = X.shape
