@@ -37,7 +37,8 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
     Args:
       epsilon: the budget of one fit, > 0.
       delta: in (0, 1), below 1 / number of records.
-      method: see README.md; the default was best, or close to it, wherever it was measured.
+      method: see README.md; the default was best, or close to it, wherever it was measured. It
+        descends by GLMtron's gradient first, then by the true one.
       feature_bound: R, public bound on |x|; by default the square root of the number of features,
         which suits standardised ones.
       label_bound: Y > 0, public: the unit in which labels are about 1.
@@ -52,6 +53,7 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
       coef_: (d,) weights.
       intercept_: a float.
       plan_: the `TrainingPlan`.
+      threshold_: the threshold of residuals, in units of `label_bound`.
       n_features_in_: d.
 
     Raises:
@@ -119,7 +121,7 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
             np.float64,
         )
         w = w * self.label_bound / unit
-        self.plan_ = plan
+        self.plan_, self.threshold_ = plan, threshold
         self.coef_ = w[:d]
         self.intercept_ = float(w[d] * bound / math.sqrt(d)) if self.fit_intercept else 0.0
         return self
@@ -140,7 +142,7 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
             mechanism=self.method,
             sampler_used="yes",
             steps_taken=self.plan_.steps,
-            clip_norms=f"residuals at {self.clip:g} of the label bound",
+            clip_norms=f"features at norm 1; {self.threshold_}, both in units of their bounds",
             key_source=source,
             public_data="number of records and features, bounds and parameters",
         )
