@@ -96,10 +96,10 @@ def fit(
     True
     """
     _check.typed_key("key", key)
-    _check_data(x, y, plan)
+    _check_data(x, y, plan, start, threshold)
     check_threshold(plan, threshold)
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    start = jnp.zeros(x.shape[1], _tree.wide(x).dtype) if start is None else start
+    x, y = _tree.wide(x), _tree.wide(y)
+    start = jnp.zeros(x.shape[1], x.dtype) if start is None else jnp.asarray(start, x.dtype)
     noise_key, sampling_key = jax.random.split(key)
     program = _blocks if isinstance(plan.sampler, DisjointBlocks) else _poisson
     step, memory = program(noise_key, sampling_key, (x, y), plan, threshold, descent)
@@ -227,7 +227,7 @@ def check_threshold(plan: TrainingPlan, threshold: Threshold) -> None:
         threshold.check(rows, noise, plan.adjacency)
 
 
-def _check_data(x: Any, y: Any, plan: TrainingPlan) -> None:
+def _check_data(x: Any, y: Any, plan: TrainingPlan, start: Any, threshold: Any) -> None:
     if not isinstance(plan, TrainingPlan):
         remedy = "Make it with jdp.relu_regression.plan_blocks or jdp.plan."
         _check.fail("plan", "a TrainingPlan", plan, remedy, TypeError)
@@ -238,6 +238,11 @@ def _check_data(x: Any, y: Any, plan: TrainingPlan) -> None:
         if value.ndim != ndim or value.shape[0] != n:
             expected = f"of shape ({n},{' d' if ndim == 2 else ''}), as the plan has it"
             _check.fail(name, expected, value, "Plan for the number of records that there are.")
+    if start is not None and jnp.shape(start) != x.shape[1:]:
+        _check.fail("start", f"of shape {x.shape[1:]}, as x has features", start, "Leave it out.")
+    if isinstance(threshold, PublicThreshold) and threshold.x.shape[1:] != x.shape[1:]:
+        remedy = "Public records need the private ones' features."
+        _check.fail("threshold.x", f"of shape (m, {x.shape[1]})", threshold.x, remedy)
 
 
 def unprotected_glmtron(

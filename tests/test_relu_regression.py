@@ -399,6 +399,8 @@ BAD = [
     ({"x": X.astype(int)}, TypeError, "x.*floating"),
     ({"y": [1.0] * N}, TypeError, "y"),
     ({"plan": None}, TypeError, "plan"),
+    ({"start": jnp.zeros(D + 1)}, ValueError, "start"),
+    ({"threshold": PublicThreshold(jnp.ones((5, D + 1)), jnp.ones(5))}, ValueError, "threshold.x"),
     ({"plan": jdp.plan(N, 8, 3, sampling="fixed-batches", **NO_NOISE)}, TypeError, "plan"),
     ({"threshold": 0.3}, TypeError, "threshold"),
     ({"threshold": PRIVATE}, ValueError, "threshold"),
