@@ -58,6 +58,7 @@ class Method:
       knobs: of the grid.
       rates: of the grid.
       private: whether epsilon matters.
+      clipped: whether contributions are clipped at all.
       projects: whether the knob is a radius.
       steps_are_small: many steps on few rows, to be run side by side.
     """
@@ -69,6 +70,7 @@ class Method:
     knobs: tuple[float, ...] = CLIPS
     rates: tuple[float, ...] = BIG
     private: bool = True
+    clipped: bool = True
     projects: bool = False
     steps_are_small: bool = False
 
@@ -144,8 +146,10 @@ _BLOCKS: dict[str, Any] = {"sizes": (5, 10)}
 _ONE_PASS: dict[str, Any] = {"sizes": (0,), "rates": SMALL, "steps_are_small": True}
 _PGD: dict[str, Any] = {"knobs": (1.0, 2.0), "projects": True}
 METHODS = {
-    "glmtron": Method(_free, _unclipped, knobs=(0.0,), private=False),  # half as many, exact
-    "sgd": Method(_free_pass, _unclipped, "true", knobs=(0.0,), private=False, **_ONE_PASS),
+    "glmtron": Method(_free, _fixed, private=False),  # dp-gd-glmtron without noise
+    "sgd": Method(
+        _free_pass, _unclipped, "true", knobs=(0.0,), private=False, clipped=False, **_ONE_PASS
+    ),
     "dp-gd-glmtron": Method(_full, _fixed),
     "dp-gd-true": Method(_full, _fixed, "true"),
     "dp-gd-switch": Method(_full, _fixed, "switch"),
@@ -174,7 +178,7 @@ def _program(method: str, n: int, size: int):
     def one(key, data: Data, bound, z, rate, knob):
         radius = knob if own.projects else math.inf
         descent = Descent(rate, bound, radius, gradient=own.gradient)
-        if not own.private:
+        if not own.clipped:
             descent = Descent(rate, math.inf, gradient=own.gradient, clip="vector")
         noisy = dataclasses.replace(plan, noise_multiplier=z)
         threshold = own.threshold(knob, data.public_x, data.public_y, bound)

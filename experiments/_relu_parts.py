@@ -179,15 +179,21 @@ def slopes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Privacy dominates where the risk is at least four times that of the same program without noise
     (`glmtron`), and below half of that of w = 0; statistics where it is at most twice the former.
+    Fitted for the design with equal eigenvalues only, where it was run at three sizes or more: with
+    small eigenvalues, too few steps are what limits the risk.
+    Only designs with three sizes or more, and equal eigenvalues: with small ones, too few steps are
+    what limits the risk.
     """
     free = {(r["design"], r["d"], r["n"]): r["mean"] for r in rows if r["method"] == "glmtron"}
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in rows:
-        if row["epsilon"] is not None and row["mean"] is not None:
+        if row["epsilon"] is not None and row["mean"] is not None and row["design"] == "gaussian":
             key = (row["design"], row["d"], row["method"], row["epsilon"])
             groups.setdefault(key, []).append(row)
     found = []
     for (design, d, method, epsilon), own in groups.items():
+        if len(own) < 3:
+            continue
         zero = float(eigenvalues(design, d).sum() / (2 * d))
         ratio = {r["n"]: r["mean"] / free.get((design, d, r["n"]), np.nan) for r in own}
         for regime, chosen in (

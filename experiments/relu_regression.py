@@ -105,11 +105,11 @@ def main(args: Args) -> dict[str, Any]:
     if "risk" in args.parts:
         draw_picture(folder.path)
     print(f"{text}\nwritten to {folder.path}")
-    brief = {key: value for key, value in summary.items() if key not in ("provenance", "risk")}
-    cells = summary.get("risk", [])
-    brief["risk"] = [
-        {k: v for k, v in row.items() if k not in ("risks", "tuning")} for row in cells
-    ]
+    brief = {k: v for k, v in summary.items() if k not in ("provenance", "risk", "tables")}
+    kept = ("design", "table", "d", "n", "method", "epsilon", "mean", "standard_error")
+    for part in ("risk", "tables"):
+        rows = summary.get(part, [])
+        brief[part] = [{k: v for k, v in row.items() if k in kept} for row in rows]
     return brief
 
 
@@ -129,8 +129,8 @@ def check(args: Args):
         if not values or not all(v >= low and np.isfinite(v) for v in values) or 0 in args.epsilons:
             bound = "above 0" if key == "epsilons" else f"at least {low}"
             raise UsageError(f"--{key.replace('_', '-')} must be {bound}, but got {value}")
-    if not 0 < args.delta < 1 / max(args.sizes):
-        bound = f"above 0 and below 1 / {max(args.sizes):,} records"
+    if not 0 < args.delta <= 1 / max(args.sizes):
+        bound = f"above 0 and at most 1 / {max(args.sizes):,} records"
         raise UsageError(f"--delta must be {bound}, but got {args.delta}")
 
 

@@ -18,7 +18,9 @@ from jdp.planning import TrainingPlan
 from jdp.relu_fit import check_threshold, fit
 from jdp.thresholds import FixedThreshold, Grid, PrivateThreshold, Threshold
 
-Method: TypeAlias = Literal["dp-gd-glmtron", "dp-sgd", "dp-mbglmtron", "dp-taglmtron", "dp-pgd"]
+Method: TypeAlias = Literal[
+    "dp-gd-glmtron", "dp-gd-switch", "dp-sgd", "dp-mbglmtron", "dp-taglmtron", "dp-pgd"
+]
 
 
 class PrivateReLURegressor(RegressorMixin, BaseEstimator):
@@ -37,8 +39,9 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
     Args:
       epsilon: the budget of one fit, > 0.
       delta: in (0, 1), below 1 / number of records.
-      method: see README.md; the default was best, or close to it, wherever it was measured. It
-        descends by GLMtron's gradient first, then by the true one.
+      method: see README.md; the default was best, or close to it, wherever it was measured.
+        "dp-gd-switch" descends by GLMtron's gradient first, then by the true one: half the variance
+        on continuous features, but it can stall on features that are zero for most records.
       feature_bound: R, public bound on |x|; by default the square root of the number of features,
         which suits standardised ones.
       label_bound: Y > 0, public: the unit in which labels are about 1.
@@ -179,8 +182,9 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
         budget: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta}
         rate = 2.0 * d if self.learning_rate is None else self.learning_rate
         threshold: Threshold = FixedThreshold(self.clip)
-        gradient, radius = "switch", math.inf
-        if self.method == "dp-gd-glmtron":
+        gradient, radius = "surrogate", math.inf
+        if self.method in ("dp-gd-glmtron", "dp-gd-switch"):
+            gradient = "switch" if self.method == "dp-gd-switch" else gradient
             plan = plan_blocks(n, n, self.steps or 20, **budget)
         elif self.method == "dp-pgd":
             radius = 2.0
@@ -192,7 +196,6 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
         elif self.method == "dp-taglmtron":
             plan = plan_blocks(n, max(1, n // (self.steps or 16)), **budget, release="tree")
             rate = rate / 4 if self.learning_rate is None else rate
-            gradient = "surrogate"
         else:
             block = max(2, n // (self.steps or 5))
             threshold = PrivateThreshold(Grid(self.clip / 8, 8), share=0.1)
@@ -201,6 +204,5 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
                 block // 2, max(block // 10, math.ceil(1.5 * threshold.slack(float(z), "zero-out")))
             )
             plan = plan_blocks(n, block - rows, **budget, threshold_rows=rows)
-            gradient = "surrogate"
         check_threshold(plan, threshold)
         return plan, threshold, Descent(rate, 1.0, radius, gradient=gradient)
