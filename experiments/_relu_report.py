@@ -4,8 +4,7 @@ import pathlib
 from typing import Any
 
 from experiments import _run
-
-NOISE_VARIANCE = 0.01
+from experiments._relu_data import NOISE
 
 
 def report(summary: dict[str, Any]) -> str:
@@ -129,10 +128,10 @@ def draw_picture(folder: pathlib.Path):
                         x, y, error, color=colour, label=method, marker=".", linestyle=style
                     )
             if epsilon is not None:
-                bound = [NOISE_VARIANCE * d**2 / (n * epsilon) ** 2 for n in sizes]
+                bound = [NOISE**2 * d**2 / (n * epsilon) ** 2 for n in sizes]
                 axes.plot(sizes, bound, "k:", label="0.01 d^2 / (N epsilon)^2")
             else:
-                bound = [NOISE_VARIANCE * d**2 / (sizes[-1] * e) ** 2 for e in epsilons]
+                bound = [NOISE**2 * d**2 / (sizes[-1] * e) ** 2 for e in epsilons]
                 axes.plot(epsilons, bound, "k:")
             axes.set_xscale("log")
             axes.set_yscale("log")

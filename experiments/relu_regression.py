@@ -123,12 +123,11 @@ def check(args: Args):
             got = " ".join(unknown or given) or "nothing"
             raise UsageError(f"--{key} must be different ones of {' '.join(names)}, but got {got}")
     least = {"dimensions": 1, "sizes": 100, "seeds": 1, "tuning_draws": 1, "paper_size": 100}
-    for key, low in (least | {"epsilons": 0, "seed": 0}).items():
+    for key, low in (least | {"epsilons": 1e-3, "seed": 0}).items():
         value = getattr(args, key)
         values = value if isinstance(value, tuple) else (value,)
-        if not values or not all(v >= low and np.isfinite(v) for v in values) or 0 in args.epsilons:
-            bound = "above 0" if key == "epsilons" else f"at least {low}"
-            raise UsageError(f"--{key.replace('_', '-')} must be {bound}, but got {value}")
+        if not values or not all(v >= low and np.isfinite(v) for v in values):
+            raise UsageError(f"--{key.replace('_', '-')} must be at least {low}, but got {value}")
     if not 0 < args.delta <= 1 / max(args.sizes):
         bound = f"above 0 and at most 1 / {max(args.sizes):,} records"
         raise UsageError(f"--delta must be {bound}, but got {args.delta}")

@@ -10,14 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import _relu_data, _relu_parts, _relu_report, relu_regression
+from experiments import _relu_data, _relu_parts, relu_regression
 from experiments._relu_methods import METHODS, refused
 from experiments._run import UsageError
 
 ROOT = pathlib.Path(__file__).parents[1]
-SMALL = relu_regression.Args(
-    parts=("risk",), methods=("glmtron", "dp-gd-glmtron", "dp-mbglmtron"), smoke=True
-)
+SMALL = relu_regression.Args(parts=("risk",), methods=("glmtron", "dp-gd-glmtron"), smoke=True)
 
 
 @pytest.mark.parametrize("design", _relu_data.DESIGNS)
@@ -69,7 +67,7 @@ def test_slopes_are_fitted_where_each_regime_holds():
     rows = []
     for n in (1_000, 10_000, 100_000, 1_000_000):
         rows.append(base | {"n": n, "method": "glmtron", "epsilon": None, "mean": 0.1 / n})
-        risk = 0.1 / n + 1e4 / n**2
+        risk = 0.1 / n + 5e4 / n**2
         rows.append(base | {"n": n, "method": "dp", "epsilon": 0.1, "mean": risk})
         rows.append(base | {"n": n, "method": "dp", "epsilon": 2.0, "mean": 0.15 / n})
     found = {(s["epsilon"], s["regime"]): s for s in _relu_parts.slopes(rows)}
@@ -81,7 +79,7 @@ def test_slopes_are_fitted_where_each_regime_holds():
 def test_tables_fall_back_to_what_scikit_learn_has(tmp_path, capsys):
     args = relu_regression.Args(
         parts=("tables",),
-        methods=("glmtron", "dp-gd-glmtron"),
+        methods=("dp-gd-glmtron",),
         epsilons=(2.0,),
         seeds=2,
         tuning_draws=1,
@@ -135,4 +133,3 @@ def test_the_command_is_documented():
     command = [sys.executable, "-m", "experiments.relu_regression", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "--tuning-draws" in done.stdout
-    assert _relu_report.NOISE_VARIANCE == _relu_data.NOISE**2
