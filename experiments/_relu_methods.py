@@ -142,7 +142,7 @@ def _private(knob, x, y, bound):
     return PrivateThreshold(Grid(0.01, 8), share=knob)
 
 
-_BLOCKS: dict[str, Any] = {"sizes": (5, 10)}
+_BLOCKS: dict[str, Any] = {"sizes": (5, 30)}
 _ONE_PASS: dict[str, Any] = {"sizes": (0,), "rates": SMALL, "steps_are_small": True}
 _PGD: dict[str, Any] = {"knobs": (1.0, 2.0), "projects": True}
 METHODS = {

@@ -64,7 +64,7 @@ class Args:
     """Real tables; by default those that are there, or scikit-learn's diabetes data."""
     data_dir: pathlib.Path | None = None
     """Folder of the tables."""
-    paper_size: int = 2_000
+    paper_size: int = 1_000
     """Records in the part `paper`."""
     seed: int = 0
     """Seed of data and noise. The data are synthetic or public, so the runs need not be private."""

@@ -6,6 +6,8 @@ python -m experiments.tables
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from experiments._relu_report import by_cell
 from experiments._run import read_json
 
@@ -93,16 +95,30 @@ def _risk(summary) -> list[str]:
         for method, row in cells[design, d, n].items()
     ]
     lines = _rows(_head(f"excess risk: {design}, d = {d}, N = {n:,}", epsilons), rows)
-    best = []
+    best, ratios = [], {}
     for (design, d, n), methods in cells.items():
         line = [f"{design}, d = {d}, N = {n:,}"]
         for e in epsilons:
             private = {m: r[e]["mean"] for m, r in methods.items() if r.get(e, {}).get("mean")}
-            private.pop("dp-glmtron-shuffled", None)
+            private.pop("dp-glmtron-shuffled", None)  # another adjacency
             name = min(private, key=private.__getitem__)
             line.append(f"{name} {private[name]:.1e}")
+            for method, mean in private.items():
+                ratios.setdefault(method, []).append(mean / private[name])
         best.append(line)
-    return [*lines, "", *_rows(_head("lowest mean excess risk", epsilons), best)]
+    order = sorted(ratios, key=lambda method: np.mean(np.log(ratios[method])))
+    compared = [
+        [
+            method,
+            f"{np.exp(np.mean(np.log(ratios[method]))):.2f}",
+            f"{max(ratios[method]):.1f}",
+            f"{ratios[method].count(1.0)} of {len(ratios[method])}",
+        ]
+        for method in order
+    ]
+    head = ["excess risk over that of the best method", "geometric mean", "worst cell", "best in"]
+    lines += ["", *_rows(_head("lowest mean excess risk", epsilons), best)]
+    return [*lines, "", *_rows(head, compared)]
 
 
 def _slopes(summary) -> list[str]:
