@@ -23,6 +23,9 @@ Method: TypeAlias = Literal[
 ]
 
 
+_fit = jax.jit(fit, static_argnames=("plan", "threshold", "descent"))  # again without compiling
+
+
 class PrivateReLURegressor(RegressorMixin, BaseEstimator):
     r"""Differentially private regression with $\hat y = Y\,\mathrm{ReLU}(w \cdot (x, b))$.
 
@@ -117,12 +120,8 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
             x = np.concatenate([X, constant], 1) / unit
             x, y = x.astype(np.float32), (y / self.label_bound).astype(np.float32)
         key = secure_key() if self.random_state is None else self._seeded()
-        w = np.asarray(
-            fit(
-                key, jnp.asarray(x), jnp.asarray(y), plan, threshold=threshold, descent=descent
-            ).weights,
-            np.float64,
-        )
+        options = {"plan": plan, "threshold": threshold, "descent": descent}
+        w = np.asarray(_fit(key, jnp.asarray(x), jnp.asarray(y), **options).weights, np.float64)
         w = w * self.label_bound / unit
         self.plan_, self.threshold_ = plan, threshold
         self.coef_ = w[:d]

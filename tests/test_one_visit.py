@@ -34,8 +34,8 @@ def _paths(z_count, z_gradient, reaction):
     The first block releases o_1 = c + z_count N; the second, whose sensitivity is the function s of
     o_1, releases o_2 = g + s(o_1) z_gradient N. Densities on a grid of (o_1, o_2).
     """
-    first = np.linspace(-9 * z_count, 9 * z_count + 1, 801)
-    unit = np.linspace(-9 * z_gradient, 9 * z_gradient + 1, 801)
+    first = np.linspace(-9 * z_count, 9 * z_count + 1, 501)
+    unit = np.linspace(-9 * z_gradient, 9 * z_gradient + 1, 501)
     scales = reaction(first)[:, None]
     second = unit[None, :] * scales
     spread = scales * z_gradient
@@ -51,7 +51,7 @@ def _paths(z_count, z_gradient, reaction):
 
 
 @pytest.mark.parametrize("z_count, z_gradient", [(1.5, 1.5), (1.0, 2.0), (3.0, 0.8)])
-@pytest.mark.parametrize("epsilon", [0.05, 0.5, 2.0, 8.0])
+@pytest.mark.parametrize("epsilon", [0.05, 0.5, 4.0])
 def test_max_rule_is_that_of_brute_force_over_both_paths(z_count, z_gradient, epsilon):
     worst = max(
         _hockey_stick(*path, epsilon)
