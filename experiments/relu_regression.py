@@ -186,7 +186,9 @@ def risk(args: Args, folder: _run.Folder) -> list[dict[str, Any]]:
                 result = folder.put(
                     piece, config, cell(method, epsilon, args.delta, design, *held[1])
                 )
-            rows.append({k: config[k] for k in ("design", "d", "n", "method", "epsilon")} | result)
+            row = {k: config[k] for k in ("design", "d", "n", "method", "epsilon")} | result
+            row.pop("tuning", None)  # stays in results.json
+            rows.append(row)
             advance(1)
     return rows
 

@@ -95,30 +95,60 @@ def _risk(summary) -> list[str]:
         for method, row in cells[design, d, n].items()
     ]
     lines = _rows(_head(f"excess risk: {design}, d = {d}, N = {n:,}", epsilons), rows)
-    best, ratios = [], {}
+    best, means = [], []  # of the private methods; the shuffled one has another adjacency
     for (design, d, n), methods in cells.items():
-        line = [f"{design}, d = {d}, N = {n:,}"]
-        for e in epsilons:
-            private = {m: r[e]["mean"] for m, r in methods.items() if r.get(e, {}).get("mean")}
-            private.pop("dp-glmtron-shuffled", None)  # another adjacency
-            name = min(private, key=private.__getitem__)
-            line.append(f"{name} {private[name]:.1e}")
-            for method, mean in private.items():
-                ratios.setdefault(method, []).append(mean / private[name])
-        best.append(line)
-    order = sorted(ratios, key=lambda method: np.mean(np.log(ratios[method])))
-    compared = [
+        own = {m: row for m, row in methods.items() if m != "dp-glmtron-shuffled"}
+        each = [
+            {m: r[e]["mean"] for m, r in own.items() if r.get(e, {}).get("mean")} for e in epsilons
+        ]
+        means += list(zip(epsilons, each, strict=True))
+        names = [min(private, key=private.__getitem__) for private in each]
+        line = [f"{name} {private[name]:.1e}" for name, private in zip(names, each, strict=True)]
+        best.append([f"{design}, d = {d}, N = {n:,}", *line])
+    lines += ["", *_rows(_head("lowest mean excess risk", epsilons), best)]
+    return [*lines, "", *_compared(means), "", *_pairs(means, epsilons)]
+
+
+Means = list[tuple[float, dict[str, float]]]
+
+
+def _compared(means: Means) -> list[str]:
+    """Each method against the best one of its cell, and against dp-sgd."""
+    ratios: dict[str, list[float]] = {}
+    below: dict[str, int] = {}
+    for _, private in means:
+        for method, mean in private.items():
+            ratios.setdefault(method, []).append(mean / min(private.values()))
+            below[method] = below.get(method, 0) + (mean < private["dp-sgd"])
+    rows = [
         [
             method,
-            f"{np.exp(np.mean(np.log(ratios[method]))):.2f}",
-            f"{max(ratios[method]):.1f}",
-            f"{ratios[method].count(1.0)} of {len(ratios[method])}",
+            f"{np.exp(np.mean(np.log(own))):.2f}",
+            f"{max(own):.1f}",
+            f"{own.count(1.0)} of {len(own)}",
+            f"{below[method]} of {len(own)}",
         ]
-        for method in order
+        for method, own in sorted(ratios.items(), key=lambda item: np.mean(np.log(item[1])))
     ]
     head = ["excess risk over that of the best method", "geometric mean", "worst cell", "best in"]
-    lines += ["", *_rows(_head("lowest mean excess risk", epsilons), best)]
-    return [*lines, "", *_rows(head, compared)]
+    return _rows([*head, "below dp-sgd in"], rows)
+
+
+PAIRS = (("dp-gd-glmtron", "dp-gd-true"), ("dp-sgd-surrogate", "dp-sgd"))
+PAIRS += (("dp-pgd-surrogate", "dp-pgd-true"),)
+
+
+def _pairs(means: Means, epsilons: list[float]) -> list[str]:
+    """How often GLMtron's gradient is ahead of the true one, all else the same."""
+    rows = []
+    for one, two in PAIRS:
+        won = [
+            [p[one] < p[two] for e, p in means if e == epsilon and {one, two} <= p.keys()]
+            for epsilon in epsilons
+        ]
+        if any(won):
+            rows.append([f"{one} below {two}", *(f"{sum(w)} of {len(w)}" for w in won)])
+    return _rows(_head("GLMtron's gradient against the true one", epsilons), rows)
 
 
 def _slopes(summary) -> list[str]:
