@@ -86,7 +86,7 @@ def fit(
         few threshold rows that noise would choose the level. All of this before data is read.
 
     >>> from jdp.one_visit import plan_blocks
-    >>> x = jax.random.normal(jax.random.key(0), (2000, 3)) / 3**0.5
+    >>> x = jax.random.uniform(jax.random.key(0), (2000, 3), minval=-1.0)
     >>> y = predict(jnp.array([1.0, 0.0, -1.0]), x)
     >>> plan = plan_blocks(2000, 2000, 10, epsilon=2.0, delta=1e-5)
     >>> key = jax.random.key(1)  # jdp.secure_key() for a run that is private
@@ -267,7 +267,7 @@ def unprotected_glmtron(
     Returns:
       As `fit`.
 
-    >>> x = jax.random.normal(jax.random.key(0), (500, 2))
+    >>> x = jax.random.uniform(jax.random.key(0), (500, 2), minval=-2.0, maxval=2.0)
     >>> y = predict(jnp.array([1.0, -1.0]), x)
     >>> print(unprotected_glmtron(x, y, steps=40, learning_rate=1.0).weights.round(3))
     [ 1. -1.]
@@ -307,7 +307,7 @@ def unprotected_sgd(
     Returns:
       As `fit`.
 
-    >>> x = jax.random.normal(jax.random.key(0), (500, 2))
+    >>> x = jax.random.uniform(jax.random.key(0), (500, 2), minval=-2.0, maxval=2.0)
     >>> y = predict(jnp.array([1.0, -1.0]), x)
     >>> print(unprotected_sgd(jax.random.key(1), x, y, learning_rate=0.1).weights)
     [0. 0.]
