@@ -50,7 +50,7 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
       label_bound: Y > 0, public: the unit in which labels are about 1.
       clip: residuals are cut to this, in units of `label_bound`; about the label noise is best.
       steps: steps, or blocks for the one-pass methods; a default for each method.
-      learning_rate: in units where |x| is 1; by default twice the number of features.
+      learning_rate: in units where |x| is 1; by default 5, or the number of features if smaller.
       fit_intercept: whether to add a constant feature of size `feature_bound / sqrt(d)`.
       random_state: None for a private run, whose key comes from the operating system; an integer
         makes the run reproducible and NOT private against whoever knows it.
@@ -179,24 +179,24 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
     def _recipe(self, n: int, d: int) -> tuple[TrainingPlan, Threshold, Descent]:
         """Plan, threshold and descent, from public numbers only."""
         budget: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta}
-        rate = 2.0 * d if self.learning_rate is None else self.learning_rate
+        rate = min(5.0, d) if self.learning_rate is None else self.learning_rate
         threshold: Threshold = FixedThreshold(self.clip)
         gradient, radius = "surrogate", math.inf
         if self.method in ("dp-gd-glmtron", "dp-gd-switch"):
             gradient = "switch" if self.method == "dp-gd-switch" else gradient
-            plan = plan_blocks(n, n, self.steps or 20, **budget)
+            plan = plan_blocks(n, n, self.steps or 100, **budget)
         elif self.method == "dp-pgd":
             radius = 2.0
             threshold = FixedThreshold(radius + 1.0)  # |w| |x| and |y|, at most 1
-            plan = plan_blocks(n, n, self.steps or 20, **budget)
+            plan = plan_blocks(n, n, self.steps or 100, **budget)
         elif self.method == "dp-sgd":
-            plan = planning.plan(n, max(1, n // 10), self.steps or 50, **budget)
+            plan = planning.plan(n, max(1, n // 10), self.steps or 100, **budget)
             gradient = "true"
         elif self.method == "dp-taglmtron":
             plan = plan_blocks(n, max(1, n // (self.steps or 16)), **budget, release="tree")
             rate = rate / 4 if self.learning_rate is None else rate
         else:
-            block = max(2, n // (self.steps or 5))
+            block = max(2, n // (self.steps or 10))
             threshold = PrivateThreshold(Grid(self.clip / 8, 8), share=0.1)
             z = plan_blocks(n, 1, **budget).noise_multiplier
             rows = min(
