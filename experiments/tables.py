@@ -161,8 +161,8 @@ def _slopes(summary) -> list[str]:
             found = sorted(
                 r["slope"] for r in rows if (r["method"], r["regime"]) == (method, regime)
             )
-            text = f"{found[len(found) // 2]:.2f} ({found[0]:.2f} to {found[-1]:.2f})"
-            line.append(text if found else "-")
+            middle = f"{np.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})" if found else "-"
+            line.append(middle)
         lines.append(line)
     head = ["slope of log risk against log N: median (range) over cells", "privacy", "statistics"]
     return _rows(head, lines)
