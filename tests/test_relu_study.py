@@ -15,7 +15,7 @@ from experiments._relu_methods import METHODS, refused
 from experiments._run import UsageError
 
 ROOT = pathlib.Path(__file__).parents[1]
-SMALL = relu_regression.Args(parts=("risk",), methods=("glmtron", "dp-gd-glmtron"), smoke=True)
+SMALL = relu_regression.Args(parts=("risk",), methods=("dp-gd-glmtron",), smoke=True)
 
 
 @pytest.mark.parametrize("design", _relu_data.DESIGNS)
@@ -44,7 +44,7 @@ def test_smoke_run_resumes_and_draws_from_its_summary(tmp_path, monkeypatch):
     args = dataclasses.replace(SMALL, out=tmp_path)
     brief = relu_regression.main(args)
     rows = {row["method"]: row for row in brief["risk"]}
-    assert rows["glmtron"]["mean"] < rows["dp-gd-glmtron"]["mean"] < 0.05
+    assert 0 < rows["dp-gd-glmtron"]["mean"] < 0.05
     assert json.loads(json.dumps(brief))["experiment"] == "relu_regression"
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {"results.json", "summary.json", "report.txt", "risk.png"}
