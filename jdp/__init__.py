@@ -6,6 +6,7 @@ See `README.md` for a first run, and each function's docstring for its guarantee
 import importlib.metadata
 
 from jdp import accounting as accounting
+from jdp import relu_regression as relu_regression
 from jdp import sampling as sampling
 from jdp import subspace as subspace
 from jdp.adaptive import dp_aggregate_adaptive as dp_aggregate_adaptive

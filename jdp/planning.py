@@ -30,11 +30,6 @@ Sampling: TypeAlias = Literal["poisson", "without-replacement", "fixed-batches"]
 
 _OVERFLOW_SHARE = 0.001  # of delta, for a Poisson batch to overflow in any step of the run
 
-_STATEMENTS = {
-    PoissonSampling: "Poisson: each record joins each step independently",
-    WithoutReplacement: "without replacement: each step a fresh uniform subset of fixed size",
-    FixedBatches: "shuffled epochs of fixed batches, accounted without amplification",
-}
 _UNITS = {
     "zero-out": "one example replaced by a null record that contributes zero; N is public",
     "add-remove": "one example added or removed",
@@ -129,7 +124,7 @@ class TrainingPlan:
             "steps": self.steps,
             "batch_size": self.batch_size,
             "sampler": {"name": type(self.sampler).__name__, **sampler},
-            "sampling": _STATEMENTS[type(self.sampler)],
+            "sampling": self.sampler.statement,
             "accountant": self.spent.accountant,
             "accounting_method": self.spent.method,
             "mu": self.spent.mu,

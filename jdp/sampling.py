@@ -18,7 +18,7 @@ batches than `batch` (same law, different generator): a run must keep to one of 
 
 import dataclasses
 import math
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import dp_accounting as dpa
 import jax
@@ -65,6 +65,7 @@ class PoissonSampling:
     num_examples: int
     sampling_rate: float
     capacity: int = dataclasses.field(default=None)  # pyright: ignore
+    statement: ClassVar[str] = "Poisson: each record joins each step independently"
 
     def __post_init__(self):
         """Round the rate down to the grid and choose the capacity."""
@@ -150,6 +151,7 @@ class WithoutReplacement:
 
     num_examples: int
     batch_size: int
+    statement: ClassVar[str] = "without replacement: each step a fresh uniform subset of fixed size"
 
     def __post_init__(self):
         """Validate."""
@@ -204,6 +206,7 @@ class FixedBatches:
 
     num_examples: int
     batch_size: int
+    statement: ClassVar[str] = "shuffled epochs of fixed batches, accounted without amplification"
 
     def __post_init__(self):
         """Validate."""

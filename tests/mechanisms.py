@@ -13,7 +13,9 @@ from strategies import GROUPS, PARAMS, SHAPES, SIZE, span, tree_of
 
 import jdp
 from jdp.adaptive import clip_and_count
+from jdp.glmtron import Descent, clipped_sum
 from jdp.subspace import Bases, bases_from_rows
+from jdp.thresholds import Grid, PrivateThreshold
 
 ROOT2 = math.sqrt(2)
 
@@ -60,7 +62,45 @@ def by_bookkeeping(clipper, floats_per_product=None):
     return clip
 
 
+def record(per_example):
+    """Read rows of 27 entries as (w, features, label) of a ReLU regression."""
+    rows = jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in per_example.values()], axis=1)
+    rows = rows.astype(jnp.float32)
+    return jnp.linspace(-0.2, 0.3, SIZE - 1), rows[:, :-1], rows[:, -1]
+
+
+def relu(gradient, clip):
+    """The sum of `jdp.relu_regression.fit`, of threshold 0.3 and feature bound 0.8."""
+
+    def make(unit):
+        descent = Descent(1.0, 0.8 * unit, gradient=gradient, clip=clip)
+        return lambda per_example, mask: clipped_sum(
+            *record(per_example), mask, 0.3, descent, gradient == "true"
+        )
+
+    return make
+
+
+def count_levels(mechanism):
+    """Counts by level of the rows' norms."""
+    threshold = PrivateThreshold(Grid(0.5, 5), mechanism=mechanism)
+
+    def make(unit):
+        def clipper(per_example, mask):
+            _, x, y = record(per_example)
+            return threshold.count(jnp.sqrt(jnp.sum(x * x, axis=1) + y * y) / unit, mask)
+
+        return clipper
+
+    return make
+
+
 CLIPS = (
+    Clip("relu-surrogate", relu("surrogate", "residual"), limit=False),
+    Clip("relu-true", relu("true", "residual"), limit=False),
+    Clip("relu-vector", relu("surrogate", "vector"), limit=False),
+    Clip("threshold-histogram", count_levels("histogram"), limit=False),
+    Clip("threshold-counts", count_levels("counts"), limit=False),
     Clip("norm", lambda unit: jdp.clip_by_norm(unit)),
     Clip("group", lambda unit: jdp.clip_by_group((1.0 * unit, 0.3 * unit), GROUPS)),
     Clip("automatic", lambda unit: jdp.clip_automatic(unit), limit=False),

@@ -28,6 +28,24 @@ TABLE = {
     "accounting": {"_typing", "_check", "_accountants"},
     "sampling": {"_typing", "_check"},
     "planning": {"_typing", "_check", "accounting", "sampling"},
+    "shuffling": {"_typing", "_check", "_accountants"},
+    "one_visit": {"_typing", "_check", "accounting", "planning", "sampling", "shuffling"},
+    # ReLU regression: programs, and the doors above them.
+    "thresholds": BASE | CORE,
+    "glmtron": BASE | {"clipping"},
+    "tree_aggregation": BASE | CORE,
+    "relu_fit": BASE
+    | {"noise", "glmtron", "one_visit", "planning", "sampling", "thresholds", "tree_aggregation"},
+    "relu_estimator": BASE
+    | {"relu_fit", "glmtron", "noise", "one_visit", "planning", "thresholds"},
+    "relu_regression": {
+        "glmtron",
+        "one_visit",
+        "relu_estimator",
+        "relu_fit",
+        "shuffling",
+        "thresholds",
+    },
     "_cli": {"_typing", "_check", "accounting", "planning", "sampling"},
 }
 PACKAGE = pathlib.Path(jdp.__file__).parent

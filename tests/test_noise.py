@@ -134,7 +134,9 @@ def test_noise_is_drawn_in_one_place_only():
     # C2. Elsewhere Gaussians only start or complete public subspaces.
     package = pathlib.Path(jdp.__file__).parent
     draws = {
-        path.name: len(re.findall(r"random\.(?:normal|laplace|multivariate_normal)\(", text))
+        path.name: len(
+            re.findall(r"random\.(?:normal|laplace|exponential|multivariate_normal)\(", text)
+        )
         for path in package.glob("*.py")
         if (text := path.read_text())
     }

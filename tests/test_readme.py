@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tyro
 
-from experiments import datasets, gep
+from experiments import datasets, gep, relu_regression
 from experiments.tables import tables
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
@@ -56,6 +56,14 @@ def test_commands_in_the_readme_are_accepted(options, monkeypatch):
     args = tyro.cli(gep.Args, args=(options or "").split())
     with pytest.raises(Begin):
         gep.main(args)
+
+
+@pytest.mark.parametrize(
+    "options",
+    re.findall(r"python -m experiments\.relu_regression([^`\n]*)", README.read_text()),
+)
+def test_commands_of_the_relu_study_are_accepted(options):
+    relu_regression.check(tyro.cli(relu_regression.Args, args=options.split()))
 
 
 def test_pictures_and_files_that_are_linked_exist():

@@ -263,6 +263,43 @@ def noise_scaled_by_batch(key, clipped, z, adjacency):
 SOUND = door("sound", sound)
 
 
+# Broken thresholds and ReLU regressions ----------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OneBin(jdp.ClippedSum):
+    """A histogram as if a replaced record did not leave one bin for another."""
+
+    replace_one_factor = 1.0
+
+
+def histogram_without_root2(unit):
+    inner = mechanisms.count_levels("histogram")(unit)
+    return lambda per_example, mask: OneBin(inner(per_example, mask).parts, (1.0,))
+
+
+def counts_without_root(unit):
+    inner = mechanisms.count_levels("counts")(unit)
+    return lambda per_example, mask: dataclasses.replace(
+        inner(per_example, mask), noise_scales=(1.0,)
+    )
+
+
+def features_not_clipped(unit):
+    """Residuals clipped, features trusted to be within R."""
+
+    def clipper(per_example, mask):
+        w, x, y = mechanisms.record(per_example)
+        rows = jnp.clip(jnp.maximum(x @ w, 0) - y, -0.3, 0.3)[:, None] * x
+        keep = mask & jnp.all(jnp.isfinite(rows), axis=1)
+        return jdp.ClippedSum(
+            (_tree.weighted_sum(rows, jnp.ones(len(y)), keep),), (0.3 * 0.8 * unit,)
+        )
+
+    return clipper
+
+
 def invariant(kinds, unit=1.0):
     def check(clip):
         checks.check_invariant_on(clip, kinds, unit)
@@ -319,6 +356,12 @@ TWINS = {
         checks.check_outputs,
         door("", sound, next_of=lambda step, mask: step + jnp.any(mask).astype(step.dtype)),
     ),
+    "histogram without sqrt 2": (
+        invariant(["normal", "huge"]),
+        Clip("", histogram_without_root2),
+    ),
+    "counts without sqrt L": (invariant(["huge"]), Clip("", counts_without_root)),
+    "features not clipped": (invariant(["huge"]), Clip("", features_not_clipped)),
     "replace-one without the factor": (
         checks.check_replace_one,
         door("", replace_one_without_factor),

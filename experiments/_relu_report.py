@@ -1,0 +1,145 @@
+"""The report and the picture of `experiments.relu_regression`, from its summary alone."""
+
+import pathlib
+from typing import Any
+
+from experiments import _run
+from experiments._relu_data import NOISE
+
+
+def report(summary: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [f"ReLU regression, delta {summary['delta']:g}, zero-out adjacency (replace-one where"]
+    lines += ["shuffled). Each number is the cost of ONE run; the study as a whole is not private,"]
+    lines += ["and its data are synthetic or public."]
+    for part, write in (
+        ("stall", _stall),
+        ("risk", _risk),
+        ("slopes", _slopes),
+        ("paper", _paper),
+        ("tables", _tables),
+    ):
+        if part in summary:
+            lines += ["", f"== {part} ==", *write(summary)]
+    return "\n".join(lines) + "\n"
+
+
+def _stall(summary) -> list[str]:
+    return [f"{k:<42} {v:.4g}" for k, v in summary["stall"].items() if isinstance(v, float)]
+
+
+def _number(row: dict[str, Any]) -> str:
+    if row["mean"] is None:
+        return "refused"
+    return f"{row['mean']:.1e} ({row['standard_error']:.0e})"
+
+
+def by_cell(rows: list[dict[str, Any]]) -> dict[Any, dict[str, dict[float | None, Any]]]:
+    """(design, d, n) -> method -> epsilon -> row."""
+    cells: dict[Any, dict[str, dict[float | None, Any]]] = {}
+    for row in rows:
+        cell = cells.setdefault((row["design"], row["d"], row["n"]), {})
+        cell.setdefault(row["method"], {})[row["epsilon"]] = row
+    return cells
+
+
+def _risk(summary) -> list[str]:
+    lines = [
+        f"Excess risk: mean (standard error) over {summary['seeds']} data sets. Tuned for every",
+        f"number: 16 settings a method, on {summary['tuning_draws']} other data sets.",
+    ]
+    for (design, d, n), methods in by_cell(summary["risk"]).items():
+        epsilons = sorted({e for row in methods.values() for e in row if e is not None})
+        lines += ["", f"{design}, d = {d}, N = {n:,}"]
+        lines += [f"{'':<22}" + "".join(f"{f'eps {e:g}':<20}" for e in epsilons)]
+        for method, row in methods.items():
+            cells = [row[None]] * len(epsilons) if None in row else [row[e] for e in epsilons]
+            lines.append(f"{method:<22}" + "".join(f"{_number(c):<20}" for c in cells))
+    reasons = {row["refused"] for row in summary["risk"] if row.get("refused")}
+    return lines + (["", "Refused: " + min(reasons)] if reasons else [])
+
+
+def _slopes(summary) -> list[str]:
+    return [
+        f"{s['design']}, d = {s['d']}, {s['method']}, epsilon {s['epsilon']:g}: {s['slope']:+.2f} "
+        f"where {s['regime']} dominate{'s' if s['regime'] == 'privacy' else ''} "
+        f"(N = {', '.join(f'{n:,}' for n in s['sizes'])})"
+        for s in summary["slopes"]
+    ]
+
+
+def _paper(summary) -> list[str]:
+    lines = [f"risk of w = 0: {summary['paper'][0]['at_zero']:.1e}"]
+    for row in summary["paper"]:
+        name = f"{row['method']:<26} epsilon {row['epsilon']:<5g}"
+        lines.append(f"{name} {_number(row):<20} noise multiplier {row['noise_multiplier']:.3g}")
+    reasons = {row["private_threshold"] for row in summary["paper"]} - {"accepted"}
+    return lines + (["private threshold of 32 rows: " + max(reasons)] if reasons else [])
+
+
+def _tables(summary) -> list[str]:
+    lines = []
+    for name in dict.fromkeys(row["table"] for row in summary["tables"]):
+        rows = [row for row in summary["tables"] if row["table"] == name]
+        first = next(row for row in rows if row["mean"] is not None)
+        lines += ["", rows[0]["source"], "test error (root mean square), in label units:"]
+        lines += [f"  {'mean of the public labels':<26} {first['public_mean']:.4f}"]
+        for row in rows:
+            label = row["method"] + (f", eps {row['epsilon']:g}" if row["epsilon"] else "")
+            value = "refused"
+            if row["mean"] is not None:
+                value = f"{row['mean']:.4f} +- {row['standard_deviation']:.4f}"
+            lines.append(f"  {label:<26} {value}")
+    return lines
+
+
+def draw_picture(folder: pathlib.Path):
+    """Draw `risk.png` from the `summary.json` of a run folder: risk against N and epsilon."""
+    from matplotlib.figure import Figure
+
+    summary = _run.read_json(folder / "summary.json")
+    cells = by_cell(summary["risk"])
+    groups = list(dict.fromkeys((design, d) for design, d, _ in cells))
+    epsilons = sorted({r["epsilon"] for r in summary["risk"] if r["epsilon"] is not None})
+    shown = [epsilons[0], epsilons[-1]] if len(epsilons) > 1 else epsilons
+    columns = len(shown) + 1
+    figure = Figure(figsize=(4.2 * columns, 3.2 * len(groups)), layout="constrained")
+    grid = figure.subplots(len(groups), columns, squeeze=False, sharey="row")
+    colours = {
+        m: f"C{i % 10}" for i, m in enumerate(dict.fromkeys(r["method"] for r in summary["risk"]))
+    }
+    dashed = list(colours)[10:]
+    for (design, d), line in zip(groups, grid, strict=True):
+        sizes = sorted(n for g, e, n in cells if (g, e) == (design, d))
+        for axes, epsilon in zip(line, [*shown, None], strict=True):
+            for method, colour in colours.items():
+                points = []
+                for n in sizes if epsilon is not None else sizes[-1:]:
+                    row = cells[design, d, n].get(method, {})
+                    for e in [epsilon] if epsilon is not None else epsilons:
+                        found = row.get(e, row.get(None))
+                        if found and found["mean"] is not None:
+                            at = n if epsilon is not None else e
+                            points.append((at, found["mean"], found["standard_error"]))
+                if points:
+                    x, y, error = zip(*points, strict=True)
+                    style = "--" if method in dashed else "-"
+                    axes.errorbar(
+                        x, y, error, color=colour, label=method, marker=".", linestyle=style
+                    )
+            if epsilon is not None:
+                bound = [NOISE**2 * d**2 / (n * epsilon) ** 2 for n in sizes]
+                axes.plot(sizes, bound, "k:", label="0.01 d^2 / (N epsilon)^2")
+            else:
+                bound = [NOISE**2 * d**2 / (sizes[-1] * e) ** 2 for e in epsilons]
+                axes.plot(epsilons, bound, "k:")
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_xlabel("N" if epsilon is not None else "epsilon")
+            where = f"epsilon {epsilon:g}" if epsilon is not None else f"N = {sizes[-1]:,}"
+            axes.set_title(f"{design}, d = {d}, {where}", fontsize="medium")
+            axes.grid(alpha=0.3)
+        line[0].set_ylabel("excess risk")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+    figure.savefig(folder / "risk.png", dpi=110)

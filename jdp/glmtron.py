@@ -1,0 +1,143 @@
+r"""GLMtron and gradient descent for ReLU regression, private or not, as `lax.scan` programs.
+
+The model is $y = \mathrm{ReLU}(w^* \cdot x) + \text{noise}$; the contribution of one record at w is
+
+$$ v = \mathrm{clip}(\mathrm{ReLU}(w \cdot x) - y, -s, s)\; g\; x \min(1, R/|x|), $$
+
+with $g = 1$ for GLMtron (Kakade et al. 2011, arXiv 1104.2018: the gradient of the convex surrogate
+$\int_0^{w \cdot x} (\mathrm{ReLU}(t) - y)\,dt$), and $g = 1[w \cdot x > 0]$ for the true gradient
+of half the squared loss, which is zero at w = 0. All contributions go through
+`jdp.clip_by_norm(R s)`, so that a sum has sensitivity R s whatever the arithmetic above does.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jdp import _check, _tree
+from jdp._typing import Mask, Scalar
+from jdp.clipping import ClippedSum, clip_by_norm
+
+Gradient: TypeAlias = Literal["surrogate", "true", "switch"]
+Clip: TypeAlias = Literal["residual", "vector"]
+Decay: TypeAlias = Literal["constant", "halving"]
+Average: TypeAlias = Literal["tail", "all", "last"]
+
+
+def _static(default: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Descent:
+    """How to descend; public, and a pytree whose numbers may be traced.
+
+    Attributes:
+      learning_rate: eta > 0, of a step on the MEAN contribution. With |x| about 1, good values are
+        one to four times the number of features, for large blocks.
+      feature_bound: R > 0; each x is scaled down to this norm, always.
+      radius: W > 0; iterates are projected to this ball. Infinity means no projection.
+      gradient: "surrogate" (GLMtron); "true"; or "switch": the surrogate for the first half of the
+        steps, which does not stall, then the true gradient, whose estimate has half the variance.
+      clip: "residual" as above, or "vector": (ReLU(w.x) - y) g x as a whole, to norm R s.
+      decay: "constant", or "halving" every T / log2(T) steps (Wu et al. 2023).
+      average: of the iterates: "tail" (the second half), "all" as in the papers, or "last".
+
+    Raises:
+      ValueError: a number is out of range or a choice unknown.
+    """
+
+    learning_rate: Scalar = 1.0
+    feature_bound: Scalar = 1.0
+    radius: Scalar = math.inf
+    gradient: Gradient = _static("surrogate")
+    clip: Clip = _static("residual")
+    decay: Decay = _static("constant")
+    average: Average = _static("tail")
+
+    def __post_init__(self):
+        """Validate what is static."""
+        remedy = "Choose it without looking at private data."
+        for name in ("learning_rate", "feature_bound", "radius"):
+            value = getattr(self, name)
+            if _check.is_static_number(value):
+                finite = name == "learning_rate"
+                _check.number(name, value, above=0, finite=finite, remedy=remedy)
+        for name, kind in (
+            ("gradient", Gradient),
+            ("clip", Clip),
+            ("decay", Decay),
+            ("average", Average),
+        ):
+            _check.choice(name, getattr(self, name), get_args(kind))
+
+    def rates(self, steps: int) -> Float[Array, " t"]:
+        """The learning rate of every step."""
+        halvings = jnp.arange(steps) // max(1, round(steps / max(1.0, math.log2(steps))))
+        exponent = -halvings if self.decay == "halving" else 0 * halvings
+        return self.learning_rate * 2.0 ** exponent.astype(jnp.float32)
+
+    def is_true(self, t: Int[Array, ""], steps: int) -> bool | Bool[Array, ""]:
+        """Whether step t of `steps` uses the true gradient."""
+        return t >= steps // 2 if self.gradient == "switch" else self.gradient == "true"
+
+    def mean(self, path: Float[Array, "t d"]) -> Float[Array, " d"]:
+        """The chosen average of the iterates."""
+        steps = path.shape[0]
+        return jnp.mean(path[{"tail": steps // 2, "all": 0, "last": steps - 1}[self.average] :], 0)
+
+
+def predict(w: Float[Array, " d"], x: Float[Array, "n d"]) -> Float[Array, " n"]:
+    """The model, ReLU(x w).
+
+    >>> print(predict(jnp.array([1.0, -2.0]), jnp.array([[3.0, 1.0], [1.0, 1.0]])))
+    [1. 0.]
+    """
+    return jax.nn.relu(jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST))
+
+
+def contributions(
+    w: Float[Array, " d"],
+    x: Float[Array, "n d"],
+    y: Float[Array, " n"],
+    s: Scalar,
+    descent: Descent,
+    true: bool | Bool[Array, ""],
+) -> Float[Array, "n d"]:
+    """What each record adds to the sum, up to the last clip (see the module's formula)."""
+    score = jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST)
+    residual = jax.nn.relu(score) - y
+    residual = jnp.where(jnp.isfinite(residual), residual, jnp.nan)  # dropped, not clipped
+    if descent.clip == "residual":
+        norm = jnp.sqrt(_tree.squared_norms([x], descent.feature_bound))  # in units of R
+        residual = jnp.clip(residual, -s, s) * jnp.minimum(1, 1 / norm)
+    return jnp.where((score <= 0) & true, 0, residual)[:, None] * x
+
+
+def clipped_sum(
+    w: Float[Array, " d"],
+    x: Float[Array, "n d"],
+    y: Float[Array, " n"],
+    mask: Mask,
+    s: Scalar,
+    descent: Descent,
+    true: bool | Bool[Array, ""] = False,
+) -> ClippedSum:
+    """The sum of the contributions, not yet private; noise scale R s.
+
+    Args:
+      w: (d,) the iterate.
+      x: (n, d) features.
+      y: (n,) labels.
+      mask: (n,) False for padding.
+      s: the threshold.
+      descent: R, and how to clip.
+      true: whether to use the true gradient.
+    """
+    clipper = clip_by_norm(descent.feature_bound * s)
+    return clipper(contributions(w, x, y, s, descent, true), mask)

@@ -1,0 +1,208 @@
+"""Blocks, trees and shuffling: samplers, events and plans."""
+
+import math
+
+import dp_accounting as dpa
+import jax
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+from scipy import stats
+
+from jdp import accounting
+from jdp.accounting import combine_noise_multipliers, privacy_spent
+from jdp.one_visit import (
+    DisjointBlocks,
+    one_visit_event,
+    plan_blocks,
+    tree_event,
+    tree_height,
+)
+from jdp.shuffling import calibrate_shuffled, shuffled_epsilon
+
+DELTA = 1e-5
+
+
+def _hockey_stick(losses, masses, epsilon):
+    return float(np.sum(masses * np.maximum(0, -np.expm1(epsilon - losses))))
+
+
+def _paths(z_count, z_gradient, reaction):
+    """Brute force: privacy losses of an adaptive two-step run, for a record in either block.
+
+    The first block releases o_1 = c + z_count N; the second, whose sensitivity is the function s of
+    o_1, releases o_2 = g + s(o_1) z_gradient N. Densities on a grid of (o_1, o_2).
+    """
+    first = np.linspace(-9 * z_count, 9 * z_count + 1, 501)
+    unit = np.linspace(-9 * z_gradient, 9 * z_gradient + 1, 501)
+    scales = reaction(first)[:, None]
+    second = unit[None, :] * scales
+    spread = scales * z_gradient
+    density_1 = {c: stats.norm.pdf(first, c, z_count) for c in (0.0, 1.0)}
+    density_2 = {g: stats.norm.pdf(second, g * scales, spread) for g in (0.0, 1.0)}
+    cell = (first[1] - first[0]) * (unit[1] - unit[0]) * scales
+    base = density_1[0.0][:, None] * density_2[0.0]
+    for other in (
+        density_1[1.0][:, None] * density_2[0.0],
+        density_1[0.0][:, None] * density_2[1.0],
+    ):
+        yield np.log(base / other), base * cell
+
+
+@pytest.mark.parametrize("z_count, z_gradient", [(1.5, 1.5), (1.0, 2.0), (3.0, 0.8)])
+@pytest.mark.parametrize("epsilon", [0.05, 0.5, 4.0])
+def test_max_rule_is_that_of_brute_force_over_both_paths(z_count, z_gradient, epsilon):
+    worst = max(
+        _hockey_stick(*path, epsilon)
+        for path in _paths(z_count, z_gradient, lambda o: 0.1 + np.exp(-(o**2)))
+    )
+    mu = 1 / min(z_count, z_gradient)
+    exact = math.exp(accounting._accountants.gaussian_log_delta(epsilon, mu))
+    assert worst == pytest.approx(exact, rel=2e-3, abs=1e-12)
+    # And by dp-accounting, which composes each path for itself.
+    by_pld = []
+    for z in (z_count, z_gradient):
+        accountant = PLDAccountant(dpa.NeighboringRelation.REPLACE_SPECIAL, 1e-4)
+        by_pld.append(accountant.compose(dpa.GaussianDpEvent(z)).get_delta(epsilon))
+    assert max(by_pld) == pytest.approx(exact, rel=1e-3, abs=1e-9)
+    assert one_visit_event(z_count, z_gradient).event.noise_multiplier == min(z_count, z_gradient)
+
+
+@pytest.mark.parametrize(
+    "epsilon, once, ten, many",
+    [(0.05, 57.8, 183, 1292), (0.5, 7.03, 22.2, 157), (2, 1.99, 6.3, 44.6)],
+)
+def test_one_visit_costs_one_gaussian_and_passes_compose(epsilon, once, ten, many):
+    for passes, expected in ((1, once), (10, ten), (500, many)):
+        plan = plan_blocks(3_200, 32, 100 * passes, epsilon=epsilon, delta=DELTA)
+        assert plan.noise_multiplier == pytest.approx(expected, rel=5e-3)
+        assert 0.999 * epsilon < plan.epsilon <= epsilon
+        same = privacy_spent(one_visit_event(plan.noise_multiplier, passes=passes), delta=DELTA)
+        assert same.epsilon == plan.epsilon
+        assert plan.spent.mu == pytest.approx(passes**0.5 / plan.noise_multiplier)
+
+
+def test_same_rows_cost_the_harmonic_mean_and_trees_one_node_a_level():
+    same = DisjointBlocks(100, 10, release="same-rows")
+    assert same.releases == 2
+    each = 3.0 * same.releases**0.5
+    assert combine_noise_multipliers(each, each) == pytest.approx(3.0)
+    tree = DisjointBlocks(10_000, 100, release="tree")
+    assert (tree.steps_per_epoch, tree.releases) == (100, tree_height(100) == 7 and 7)
+    node = 3.0 * tree.releases**0.5
+    assert tree_event(node, 100).noise_multiplier == pytest.approx(3.0)
+    # No looser than dp-accounting's own event for the same tree, which only RDP takes.
+    z = node = 1.99 * tree_height(100) ** 0.5
+    relation = dpa.NeighboringRelation.REPLACE_SPECIAL
+    theirs = RdpAccountant(neighboring_relation=relation)
+    theirs.compose(dpa.SingleEpochTreeAggregationDpEvent(z, 100))
+    ours = privacy_spent(tree_event(node, 100), delta=DELTA).epsilon
+    assert ours <= theirs.get_epsilon(DELTA) < 1.2 * ours
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        DisjointBlocks(100, 10),
+        DisjointBlocks(103, 10, threshold_rows=7),
+        DisjointBlocks(103, 10, threshold_rows=7, threshold_every=3),
+        DisjointBlocks(103, 5, release="tree"),
+        DisjointBlocks(50, 50),
+        DisjointBlocks(7, 1),
+    ],
+)
+def test_no_record_has_two_roles(blocks):
+    thresholds, gradients = map(np.asarray, blocks.partition(jax.random.key(0), 1))
+    assert gradients.shape == (blocks.steps_per_epoch, blocks.batch_size)
+    assert len(thresholds) == -(-blocks.steps_per_epoch // blocks.threshold_every)
+    used = np.concatenate([thresholds.ravel(), gradients.ravel()])
+    assert len(set(used.tolist())) == len(used) <= blocks.num_examples
+    assert blocks.num_examples - len(used) < blocks.batch_size + blocks.threshold_rows
+    assert used.min() >= 0 and used.max() < blocks.num_examples
+    step = blocks.steps_per_epoch + blocks.steps_per_epoch // 2
+    rows, mask = blocks.host_batch(jax.random.key(0), step)
+    np.testing.assert_array_equal(rows, gradients[blocks.steps_per_epoch // 2])
+    assert mask.all()
+    if blocks.batch_size < blocks.num_examples:
+        other = np.asarray(blocks.partition(jax.random.key(0), 2)[1])
+        assert not np.array_equal(other, gradients)  # every pass has an order of its own
+
+
+# [D] of the notes: the multiplier of the clones bound at delta 1e-5.
+CLONES = [(1_000, 0.2, 16.4), (1_000, 0.5, 7.01), (10_000, 0.05, 20.3), (10_000, 0.5, 3.41)]
+CLONES += [(60_000, 0.2, 3.67), (60_000, 1.0, 1.78), (1_000_000, 0.5, 1.62)]
+
+
+@pytest.mark.parametrize("n, epsilon, z", CLONES)
+def test_shuffling_reproduces_the_table_and_is_used_only_where_it_helps(n, epsilon, z):
+    found = calibrate_shuffled(epsilon, delta=DELTA, num_examples=n)
+    assert found == pytest.approx(z, rel=1e-2) and found.adjacency == "replace-one"
+    assert shuffled_epsilon(found, delta=DELTA, num_examples=n) <= epsilon
+    assert shuffled_epsilon(found / 1.01, delta=DELTA, num_examples=n) > epsilon
+    options = {"epsilon": epsilon, "delta": DELTA, "adjacency": "replace-one"}
+    plain, shuffled = plan_blocks(n, 1, **options), plan_blocks(n, 1, shuffling=True, **options)
+    assert float(shuffled.noise_multiplier) == min(found, plain.noise_multiplier)
+    assert shuffled.epsilon <= epsilon
+    if found < plain.noise_multiplier:
+        assert shuffled.spent.accountant == "shuffling" and shuffled.spent.mu is None
+        assert "Feldman" in shuffled.report() and "secret random order" in shuffled.report()
+        assert len(shuffled.to_dict()["curve"]) == 1  # the bound is one point, not a curve
+    else:
+        assert shuffled.spent.accountant == "exact"
+
+
+def test_shuffling_out_of_its_range_promises_nothing():
+    assert shuffled_epsilon(0.3, delta=DELTA, num_examples=1_000) == math.inf
+    assert shuffled_epsilon(3.0, delta=DELTA, num_examples=100) == math.inf
+    assert calibrate_shuffled(0.5, delta=DELTA, num_examples=100) is None
+
+
+def test_the_report_says_how_records_are_visited():
+    plan = plan_blocks(10_000, 900, epsilon=0.5, delta=DELTA, threshold_rows=100)
+    text = plan.report(mechanism="DP-MBGLMtron")
+    assert "one visit a pass" in text and "threshold_rows 100" in text
+    assert "exact curve" in text and "900, public" in text
+    assert "release tree" in plan_blocks(99, 9, epsilon=1, delta=DELTA, release="tree").report()
+    sparse = plan_blocks(
+        10_000, 900, epsilon=0.5, delta=DELTA, threshold_rows=100, sparse_vector=True
+    )
+    assert sparse.epsilon == 0.5 and "sparse vector" in sparse.report()
+    assert sparse.spent.mu is None and len(sparse.to_dict()["curve"]) == 1
+
+
+ONE = {"epsilon": 1.0, "delta": DELTA}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((100, 60, None, ONE | {"threshold_rows": 41}), "batch_size"),
+        ((100, 101, None, ONE), "batch_size"),
+        ((100, 10, 0, ONE), "steps"),
+        ((100, 10, 11, ONE | {"release": "tree"}), "one pass"),
+        ((100, 10, None, ONE | {"adjacency": "add-remove"}), "zero-out' or 'replace-one"),
+        ((100, 10, None, ONE | {"threshold_rows": -1}), "threshold_rows"),
+        ((100, 10, None, ONE | {"threshold_every": 0}), "threshold_every"),
+        ((100, 10, None, ONE | {"release": "line"}), "release"),
+        ((100, 10, None, ONE | {"release": "same-rows", "threshold_rows": 5}), "threshold_rows"),
+        ((100, 10, None, {"delta": DELTA}), "epsilon"),
+        ((100, 10, None, ONE | {"shuffling": True}), "shuffling"),
+        ((100, 1, None, ONE | {"shuffling": True}), "replace-one"),
+        ((100, 1, 200, ONE | {"shuffling": True, "adjacency": "replace-one"}), "one pass"),
+        ((100, 10, None, ONE | {"sparse_vector": True}), "sparse_vector"),
+        ((100, 10, 99, ONE | {"sparse_vector": True, "threshold_rows": 10}), "sparse_vector"),
+    ],
+)
+def test_bad_plans_are_refused(arguments, message):
+    *sizes, options = arguments
+    with pytest.raises(ValueError, match=message):
+        plan_blocks(*sizes, **options)
+
+
+def test_bad_numbers_are_refused():
+    for bad in (lambda: one_visit_event(), lambda: tree_height(0), lambda: one_visit_event(-1.0)):
+        with pytest.raises(ValueError):
+            bad()
+    with pytest.raises(ValueError):
+        shuffled_epsilon(0.0, delta=DELTA, num_examples=10)

@@ -1,0 +1,116 @@
+"""The scikit-learn front: its estimator checks, its guarantee, its methods."""
+
+import pickle
+import warnings
+from typing import get_args
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+from sklearn.utils.estimator_checks import estimator_checks_generator
+
+import jdp.relu_regression
+from jdp.relu_estimator import Method
+from jdp.relu_regression import PrivateReLURegressor
+
+# Checks that privacy makes fail, with the reason.
+EXPECTED = {
+    "check_supervised_y_no_nan": "whether something raises must not depend on private labels",
+}
+
+
+def data(n=2000, d=3, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, d))
+    return x, np.maximum(0, x @ [1.0, -1.0, 0.5]) + 0.05 * rng.normal(size=n)
+
+
+def checks():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # A few steps: each data shape is compiled anew.
+        yield from estimator_checks_generator(PrivateReLURegressor(steps=2))
+
+
+@pytest.mark.parametrize("estimator, check", list(checks()))
+@pytest.mark.filterwarnings("ignore")
+def test_scikit_learns_estimator_checks(estimator, check):
+    if check.func.__name__ in EXPECTED:
+        with pytest.raises(AssertionError):
+            check(estimator)
+    else:
+        check(estimator)
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+def test_every_method_fits_and_reports(method):
+    x, y = data()
+    model = PrivateReLURegressor(2.0, method=method, label_bound=2.0, random_state=0).fit(x, y)
+    assert 1.98 < model.plan_.epsilon <= 2.0 and model.plan_.delta == 1e-5
+    assert model.score(x, y) > 0.5
+    report = model.report()
+    assert method in report and "NOT private" in report and "differential privacy" in report
+    assert np.all(model.predict(x) >= 0)
+
+
+def test_keys_are_fresh_unless_seeded():
+    x, y = data(200)
+    fits = [
+        PrivateReLURegressor(steps=2, random_state=s).fit(x, y).coef_ for s in (None, None, 3, 3)
+    ]
+    assert not np.array_equal(fits[0], fits[1])
+    np.testing.assert_array_equal(fits[2], fits[3])
+    assert "operating system" in PrivateReLURegressor(steps=2).fit(x, y).report()
+
+
+def test_bad_records_change_nothing_and_show_nothing():
+    x, y = data(200)
+    spoilt, labels = x.copy(), y.copy()
+    spoilt[:3] = [[np.nan, 0, 0], [np.inf, 0, 0], [0, 0, 0]]
+    labels[2] = np.nan
+    fits = []
+    for features in (spoilt, np.where(np.arange(200)[:, None] < 2, 1e300, spoilt)):
+        fits.append(PrivateReLURegressor(steps=2, random_state=0).fit(features, labels).coef_)
+    assert np.all(np.isfinite(fits[0]))
+    np.testing.assert_allclose(fits[0], fits[1], rtol=1e-6)
+
+
+def test_it_pickles_clones_and_sits_in_a_pipeline():
+    x, y = data(300)
+    scale = FunctionTransformer(lambda x: x / 2)
+    pipeline = make_pipeline(scale, PrivateReLURegressor(epsilon=3.0, steps=2, random_state=0))
+    assert pipeline.fit(x, y).predict(x).shape == (300,)
+    model = PrivateReLURegressor(epsilon=3.0, steps=2, random_state=0)
+    assert clone(model).get_params() == model.get_params()
+    again = pickle.loads(pickle.dumps(model.fit(x, y)))
+    np.testing.assert_array_equal(again.predict(x), model.predict(x))
+    bare = PrivateReLURegressor(steps=2, fit_intercept=False, random_state=0).fit(x, y)
+    assert bare.intercept_ == 0 and bare.coef_.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "change, error, name",
+    [
+        ({"epsilon": 0.0}, ValueError, "epsilon"),
+        ({"delta": 2.0}, ValueError, "delta"),
+        ({"method": "sgd"}, ValueError, "method"),
+        ({"clip": -1.0}, ValueError, "clip"),
+        ({"label_bound": np.inf}, ValueError, "label_bound"),
+        ({"feature_bound": "1"}, TypeError, "feature_bound"),
+        ({"steps": 2.5}, TypeError, "steps"),
+        ({"learning_rate": 0.0}, ValueError, "learning_rate"),
+        ({"random_state": -1}, ValueError, "random_state"),
+        ({"method": "dp-mbglmtron", "epsilon": 0.05}, ValueError, "threshold_rows"),
+    ],
+)
+def test_bad_parameters_are_named(change, error, name):
+    with pytest.raises(error, match=name):
+        PrivateReLURegressor(**change).fit(*data(200))
+
+
+def test_the_name_is_in_the_room():
+    assert jdp.relu_regression.PrivateReLURegressor is PrivateReLURegressor
+    with pytest.raises(AttributeError):
+        jdp.relu_regression.Nothing  # noqa: B018

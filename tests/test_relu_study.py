@@ -1,0 +1,135 @@
+"""The study of ReLU regression: exact risks, tables, fairness, resuming, messages."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import _relu_data, _relu_parts, relu_regression
+from experiments._relu_methods import METHODS, refused
+from experiments._run import UsageError
+
+ROOT = pathlib.Path(__file__).parents[1]
+SMALL = relu_regression.Args(parts=("risk",), methods=("dp-gd-glmtron",), smoke=True)
+
+
+@pytest.mark.parametrize("design", _relu_data.DESIGNS)
+def test_designs_have_the_second_moments_and_risks_that_are_claimed(design):
+    draw = jax.jit(_relu_data.draw, static_argnums=(0, 2, 3))
+    x, y, truth = map(np.asarray, draw(design, jax.random.key(0), 40_000, 4))
+    values = _relu_data.eigenvalues(design, 4)
+    assert values.sum() == pytest.approx(1)
+    np.testing.assert_allclose(x.T @ x / len(x), np.diag(values), atol=0.02)
+    assert np.linalg.norm(truth) == pytest.approx(1, abs=1e-5)
+    w = np.array([0.5, -0.2, 0.8, 0.1])
+    direct = np.mean((np.maximum(0, x @ w) - np.maximum(0, x @ truth)) ** 2)
+    assert _relu_data.excess_risk(design, w, truth) == pytest.approx(direct, rel=0.05)
+    assert _relu_data.excess_risk(design, truth, truth) == pytest.approx(0, abs=1e-9)
+    assert np.abs((y - np.maximum(0, x @ truth)).mean()) < 0.01
+    assert np.mean(np.linalg.norm(x, axis=1) > _relu_data.bound(design)) < 0.2
+
+
+def test_every_method_has_as_many_settings():
+    private = {name: len(own.grid()) for name, own in METHODS.items() if own.private}
+    assert set(private.values()) == {16}
+    assert all(len(set(own.grid())) == len(own.grid()) for own in METHODS.values())
+
+
+def test_smoke_run_resumes_and_draws_from_its_summary(tmp_path, monkeypatch):
+    args = dataclasses.replace(SMALL, out=tmp_path)
+    brief = relu_regression.main(args)
+    rows = {row["method"]: row for row in brief["risk"]}
+    assert 0 < rows["dp-gd-glmtron"]["mean"] < 0.05
+    assert json.loads(json.dumps(brief))["experiment"] == "relu_regression"
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"results.json", "summary.json", "report.txt", "risk.png"}
+    report = (tmp_path / "report.txt").read_text()
+    assert "dp-gd-glmtron" in report and "gaussian, d = 10, N = 300" in report
+    monkeypatch.setattr(relu_regression, "cell", lambda *_: pytest.fail("ran again"))
+    assert relu_regression.main(args)["risk"] == brief["risk"]
+    with pytest.raises(UsageError, match="seed was 0, now 5"):
+        relu_regression.main(dataclasses.replace(args, seed=5))
+
+
+def test_methods_refuse_what_the_library_refuses():
+    setting = METHODS["dp-mbglmtron"].grid()[0]
+    assert "threshold_rows" in str(refused("dp-mbglmtron", 1_000, 0.05, 1e-5, setting))
+    assert refused("dp-mbglmtron", 100_000, 0.5, 1e-5, setting) is None
+
+
+def test_slopes_are_fitted_where_each_regime_holds():
+    base = {"design": "gaussian", "d": 10}
+    rows = []
+    for n in (1_000, 10_000, 100_000, 1_000_000):
+        rows.append(base | {"n": n, "method": "glmtron", "epsilon": None, "mean": 0.1 / n})
+        risk = 0.1 / n + 5e4 / n**2
+        rows.append(base | {"n": n, "method": "dp", "epsilon": 0.1, "mean": risk})
+        rows.append(base | {"n": n, "method": "dp", "epsilon": 2.0, "mean": 0.15 / n})
+    found = {(s["epsilon"], s["regime"]): s for s in _relu_parts.slopes(rows)}
+    assert found[2.0, "statistics"]["slope"] == pytest.approx(-1)
+    assert -2.05 < found[0.1, "privacy"]["slope"] < -1.5
+    assert 1_000 not in found[0.1, "privacy"]["sizes"]  # no better than w = 0
+
+
+def test_tables_fall_back_to_what_scikit_learn_has(tmp_path, capsys):
+    args = relu_regression.Args(
+        parts=("tables",),
+        methods=("dp-gd-glmtron",),
+        epsilons=(2.0,),
+        seeds=2,
+        tuning_draws=1,
+        data_dir=tmp_path / "nothing",
+        out=tmp_path / "run",
+    )
+    relu_regression.main(args)
+    printed = capsys.readouterr().out
+    assert "gas-turbine is left out" in printed and "diabetes" in printed
+    rows = json.loads((tmp_path / "run" / "summary.json").read_text())["tables"]
+    assert {row["table"] for row in rows} == {"diabetes"}
+    assert all(row["mean"] < 1 for row in rows)
+
+
+def test_a_table_is_read_and_scaled_by_its_public_rows(tmp_path):
+    import lzma
+
+    rng = np.random.default_rng(0)
+    lines = ['"a", "b","energy"'] + [
+        f"{i},{v:.3f},{i / 10}" for i, v in enumerate(rng.normal(size=500))
+    ]
+    lines[7] = "6,,0.6"
+    with lzma.open(tmp_path / "power_plant_ccpp.csv.xz", "wt") as file:
+        file.write("\n".join(lines) + "\n")
+    table = _relu_data.table("power-plant", tmp_path)
+    assert table is not None
+    assert [len(part) for part in (table.public_y, table.y, table.test_y)] == [50, 360, 90]
+    assert table.x.shape == (360, 3) and np.all((table.y >= 0) & (table.y <= 1))
+    np.testing.assert_allclose(table.public_x[:, :2].mean(0), 0, atol=0.1)
+    assert "50 public" in table.source
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"parts": ("noise",)}, "--parts"),
+        ({"methods": ("sgd", "sgd")}, "--methods"),
+        ({"designs": ()}, "--designs"),
+        ({"epsilons": (0.0,)}, "--epsilons"),
+        ({"sizes": (10,)}, "--sizes"),
+        ({"delta": 0.1}, "--delta"),
+        ({"seeds": 0}, "--seeds"),
+    ],
+)
+def test_bad_options_are_named(change, message):
+    with pytest.raises(UsageError, match=message):
+        relu_regression.main(dataclasses.replace(relu_regression.Args(), **change))
+
+
+def test_the_command_is_documented():
+    command = [sys.executable, "-m", "experiments.relu_regression", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "--tuning-draws" in done.stdout
