@@ -84,13 +84,15 @@ def markdown(summary: dict[str, Any]) -> str:
     for name, row in _model_rows(summary):
         section, found = summary["models"][name], row["found"]
         ours = found[OURS]
-        others = [_interval(found.get(f"jdp {strategy}")) for strategy in ("vmap", "scan")]
+        keys = ("its clipped sum", "jdp vmap", "jdp scan")
+        others = [_interval(found.get(key)) for key in keys]
         peers = [_best(found, start) for start in ("optax", "jax-privacy")]
         times = _ms(section["contestants"][BASE])
         batch = section["batch_size"]
         title = f"{section['title']}; batch {batch}"
         rows.append([title, f"**{_interval(ours)}**", *others, *peers, times])
-    head = ["network", "jdp", "jdp vmap", "jdp scan", "optax.contrib", "jax-privacy"]
+    head = ["network", "jdp", "its clipped sum", "jdp vmap", "jdp scan", "optax.contrib"]
+    head += ["jax-privacy"]
     lines += _table([*head, "non-private step"], rows)
     if summary["opacus"]:
         rows = []
