@@ -205,10 +205,10 @@ def _draw_bars(axes, summary: dict[str, Any]):
         axes.bar(0, 0, color=f"C{number}", label=label)
     axes.axhline(1, color="black", linewidth=1)
     axes.set_yscale("log")
-    ticks = [1, 2, 3, 5, 10, 20, 50, 100, 200]
+    ticks = [0.5, 1, 2, 3, 5, 10, 20, 50, 100, 200]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0.7)
+    axes.set_ylim(bottom=0.4)
     axes.set_xticks(range(len(rows)), [name for name, _ in rows])
     axes.set_ylabel("time of a step over the non-private step")
     axes.set_title(summary["machine"], fontsize="small")
