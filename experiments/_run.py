@@ -116,6 +116,8 @@ class Folder:
         stored = self._pieces.get(piece)
         if stored is None:
             return None
+        if not isinstance(stored, dict) or not {"config", "result"} <= stored.keys():
+            raise UsageError(f"{self.path} holds results of another program; choose another --out")
         old, new = stored["config"], json.loads(json.dumps(config))
         differences = [
             f"{key} was {old.get(key)!r}, now {new.get(key)!r}"

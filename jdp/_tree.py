@@ -13,12 +13,13 @@ from jdp import _check
 from jdp._typing import PerExample, PyTree, Scalar
 
 
-def num_examples(per_example: PerExample, mask: Array) -> int:
+def num_examples(per_example: PerExample, mask: Array, name: str = "per_example") -> int:
     """Return the static number of rows, after checking that every leaf and the mask have it.
 
     Args:
       per_example: floating leaves of shape (n, ...).
       mask: (n,) booleans, False for padding.
+      name: what the user calls `per_example`.
 
     Raises:
       TypeError: a leaf is not floating, or the mask is not a boolean array.
@@ -45,14 +46,18 @@ def num_examples(per_example: PerExample, mask: Array) -> int:
             "Pass the output of jdp.per_example_grad(loss)(params, batch).",
         )
     for path, leaf in leaves:
-        name = "per_example" + jax.tree_util.keystr(path)
+        where = name + jax.tree_util.keystr(path)
         if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
             _check.fail(
-                name, "a floating array", leaf, "Differentiate floating parameters only.", TypeError
+                where,
+                "a floating array",
+                leaf,
+                "Differentiate floating parameters only.",
+                TypeError,
             )
         if leaf.ndim == 0 or mask.shape != leaf.shape[:1]:
             _check.fail(
-                name,
+                where,
                 f"of shape (n, ...) with the mask's n (mask shape {mask.shape})",
                 leaf,
                 "Give per-example values, examples on the leading axis, not an aggregate.",
@@ -154,7 +159,7 @@ def pairwise_sum(rows: Float[Array, "n ..."]) -> Float[Array, "..."]:
         return jnp.zeros(rows.shape[1:], rows.dtype)
     blocks = math.gcd(count, jax.typeof(rows).sharding.mesh.size or 1)
     if blocks > 1:
-        rows = jax.vmap(_add_pairs)(rows.reshape(blocks, -1, *rows.shape[1:]))
+        rows = jax.vmap(_add_pairs)(rows.reshape(blocks, count // blocks, *rows.shape[1:]))
     return _add_pairs(rows)
 
 
@@ -162,7 +167,7 @@ def _add_pairs(rows: Float[Array, "n ..."]) -> Float[Array, "..."]:
     while rows.shape[0] > 1:
         if rows.shape[0] % 2:
             rows = jnp.concatenate([rows, jnp.zeros_like(rows[:1])])
-        pairs = rows.reshape(-1, 2, *rows.shape[1:])
+        pairs = rows.reshape(rows.shape[0] // 2, 2, *rows.shape[1:])
         rows = pairs[:, 0] + pairs[:, 1]
     return rows[0]
 

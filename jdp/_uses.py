@@ -163,6 +163,7 @@ def _use(equation: Any, views: Sequence[View | None]) -> Use | None:
             and tuple(numbers.start_index_map) == (0,)
             and tuple(numbers.offset_dims) == (len(equation.invars[1].aval.shape) - 1,)
             and tuple(params["slice_sizes"]) == (1, shape[1])
+            and params["mode"] != jax.lax.GatherScatterMode.CLIP  # whose gradient goes elsewhere
         )
         return Use("lookup", view, equation, 0) if of_rows else None
     return None
@@ -227,23 +228,14 @@ def walk(
     return [read(atom) for atom in outvars], [view_of(atom) for atom in outvars]
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A parameter leaf all of whose uses are products.
-
-    Attributes:
-      uses: their numbers, in order of evaluation.
-      turned: which of them see the transpose of the matrix that the first unturned one sees.
-    """
-
-    uses: tuple[int, ...]
-    turned: tuple[bool, ...]
-
-
-def find(jaxpr: Any, shapes: Sequence[tuple[int, ...]]) -> dict[int, Leaf]:
+def find(jaxpr: Any, shapes: Sequence[tuple[int, ...]]) -> dict[int, tuple[bool, ...]]:
     """Return the leaves (the first inputs of the jaxpr, of these shapes) used in products only.
 
     Leaves used several times are among them if all uses see the same matrix, or its transpose.
+
+    Returns:
+      For each such leaf, which of its uses, in order of evaluation, see the transpose of the
+      matrix that the first other one sees.
     """
     uses: list[Use] = []
     spoilt: set[int] = set()
@@ -260,7 +252,7 @@ def find(jaxpr: Any, shapes: Sequence[tuple[int, ...]]) -> dict[int, Leaf]:
     for leaf, own in numbers.items():
         turned = _turned([uses[number] for number in own], shapes[leaf])
         if leaf not in spoilt and turned is not None:
-            leaves[leaf] = Leaf(tuple(own), turned)
+            leaves[leaf] = turned
     return leaves
 
 

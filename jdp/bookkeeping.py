@@ -36,6 +36,7 @@ FLOATS_PER_PRODUCT = 4
 _SMALL_TABLE = 2**14  # entries; a look-up table that is also multiplied with is then written out
 _PATCHES = 2**23  # bytes of patches at a time: about what stays in a CPU's caches
 _CHUNK = 128  # outer products that one contraction adds in an order of its own
+_TINY = 1e-30
 _FEW_CHUNKS = 4  # whose sums are held side by side; more are added one after the other
 
 
@@ -98,13 +99,15 @@ def factors_of(use: Use, x: Array, d: Array) -> Factors:
     """Return the factors from a use's other input x and its output gradient d, both (n, ...)."""
     n, width = d.shape[0], use.size[1]
     d = _tree.wide(d)
+    if use.kind != "lookup" and not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(d.dtype)  # integers and booleans
     if use.kind == "conv":
         numbers = use.equation.params["dimension_numbers"]
         batch, channel, *spatial = (i + 1 for i in numbers.out_spec)
         v = d.transpose([0, batch, *spatial, channel]).reshape(n, -1, width)
         return Factors(_tree.wide(_patches(use, x)), v)
     if use.kind == "lookup":
-        rows, v = x.reshape(n, -1), d.reshape(n, -1, width)
+        rows, v = x.reshape(n, -1).astype(jnp.int32), d.reshape(n, -1, width)
         inside = (rows >= 0) & (rows < use.size[0])  # no gradient flows from other rows
         return Factors(jnp.where(inside, rows, 0), jnp.where(inside[..., None], v, 0))
     contracted = use.equation.params["dimension_numbers"][0][1 - use.operand]
@@ -125,6 +128,11 @@ def _same_rows(rows: Array, v: Array) -> Array:
 
 def _square(x: Array) -> Float[Array, " n"]:
     return jnp.sum(x * x, axis=tuple(range(1, x.ndim)))
+
+
+def _without_tiny(x: Array) -> Array:
+    """Return x with zero for what is so small that a product with it could underflow unseen."""
+    return jnp.where(jnp.abs(x) < _TINY, 0, x)
 
 
 def _lengths(x: Array) -> Float[Array, "n T"]:
@@ -237,9 +245,15 @@ def _gradient(parts: Sequence[Factors], size: tuple[int, int], unit: Scalar) -> 
         rows = jnp.concatenate([part.u for part in tables], axis=1)
         tables = [Factors(rows, _same_rows(rows, jnp.concatenate([p.v for p in tables], axis=1)))]
     square, most, u, v = jnp.zeros(n, parts[0].v.dtype), 1.0, parts[0].u, parts[0].v
+    dense = [Factors(_without_tiny(part.u), _without_tiny(part.v)) for part in dense]
     if dense:
         u = jnp.concatenate([part.u for part in dense], axis=1)
-        v = jnp.concatenate([part.v for part in dense], axis=1) / unit
+        v = jnp.concatenate([part.v for part in dense], axis=1)
+        # Each u_t is brought to largest entry 1, and v_t takes its size in units of the clip norm:
+        # then no square underflows but of contributions that are harmlessly small.
+        size_of_u = jnp.max(jnp.abs(u), axis=2, keepdims=True)
+        u = jnp.where(size_of_u > 0, u / jnp.where(size_of_u > 0, size_of_u, 1), u)
+        v = v * size_of_u / unit
         if positions == 1:
             square = _square(u) * _square(v)
             reach = jnp.sqrt(square)
@@ -287,6 +301,7 @@ def gradients(
     views += [None] * (len(jaxpr.jaxpr.invars) - len(leaves))
     uses: list[Use] = []
     walk(jaxpr, views, lambda use, _: uses.append(use), lambda view: None)
+    own = {i: [k for k, use in enumerate(uses) if use.view.leaf == i] for i in covered}
     free = {i: leaf for i, leaf in enumerate(leaves) if i not in covered}
 
     def forward(taps: list[Array], free: dict[int, Array], example: PyTree):
@@ -313,16 +328,16 @@ def gradients(
         if i not in covered:
             result.append((_written_out(written[i], units[i]), lambda total: total))
             continue
-        straight = covered[i].uses[covered[i].turned.index(False)]
+        straight = own[i][covered[i].index(False)]
         shape = functools.partial(uses[straight].to_leaf, leaf=leaf)
         whole = None
-        if len(covered[i].uses) == 1:
+        if len(own[i]) == 1:
             whole = _written_by_patches(uses[straight], inputs[straight], outputs[straight])
         if whole is not None:
             result.append((_written_out(whole, units[i]), shape))
             continue
         parts = []
-        for number, turned in zip(covered[i].uses, covered[i].turned, strict=True):
+        for number, turned in zip(own[i], covered[i], strict=True):
             part = factors_of(uses[number], inputs[number], outputs[number])
             parts.append(part.turn() if turned else part)
         result.append((_gradient(parts, uses[straight].size, units[i]), shape))

@@ -269,13 +269,17 @@ def gep(
             for group in _tree.leaves_by_group(anchors, labels)
         ]
         ranks = allocate_rank(rank, sizes, leaves[0].shape[0])
+        dtypes = [
+            jnp.result_type(*(_tree.wide_dtype(leaf.dtype) for leaf in group))
+            for group in _tree.leaves_by_group(anchors, labels)
+        ]
         start_keys = jax.random.split(step_key(key, "start", jnp.zeros((), int)), len(leaves))
         start = [
-            jax.random.normal(leaf_key, (ranks[label], *leaf.shape[1:]), jnp.float32)
+            jax.random.normal(leaf_key, (ranks[label], *leaf.shape[1:]), dtypes[label])
             for leaf_key, leaf, label in zip(start_keys, leaves, labels, strict=True)
         ]
         # Not orthonormal yet; step 0 always refreshes.
-        weights = tuple(jnp.ones(own) for own in ranks) if whitening else None
+        weights = tuple(map(jnp.ones, ranks, dtypes)) if whitening else None
         bases = Bases(jax.tree.unflatten(structure, start), labels, weights)
         return SubspaceState(*initial_state(key), bases)
 

@@ -96,6 +96,13 @@ def prepare(
     _check_params(params)
     _leading_size(batch)
     free = _partition(params, trainable)
+    if not jax.tree.leaves(free):
+        _check.fail(
+            "trainable" if jax.tree.leaves(params) else "params",
+            "such that some parameter is trained",
+            trainable if jax.tree.leaves(params) else params,
+            "Leave it True for at least one leaf.",
+        )
     for path, leaf in jax.tree.leaves_with_path(free):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             _check.fail(
@@ -125,7 +132,7 @@ def prepare(
             )
         return value
 
-    return _tree.vary_like(free, batch), loss_of
+    return _tree.vary_like(jax.tree.map(jnp.asarray, free), batch), loss_of
 
 
 def examples_that_fit(loss: Loss, params: Params, batch: PyTree, *, written: bool) -> int:
@@ -233,6 +240,8 @@ def unprotected_gradient_norms(
 
     def norms(params: Params, batch: PyTree) -> Float[Array, " n"]:
         free, loss_of = prepare(loss, params, batch, trainable)
+        if not _leading_size(batch):
+            return jnp.zeros(0)
         units = [1.0] * len(jax.tree.leaves(free))
         leaves = bookkeeping.gradients(loss_of, free, batch, units)
         return jnp.sqrt(sum(gradient.square for gradient, _ in leaves))
@@ -306,7 +315,8 @@ def clipped_grad(
 
     def clipped_sum(params: Params, batch: PyTree, *, mask: Mask) -> ClippedSum:
         size = _leading_size(batch)
-        _tree.num_examples(jnp.zeros(size), mask)
+        _tree.num_examples(jnp.zeros(size), mask, name="batch")
+        mask = jnp.asarray(mask)
         free, loss_of = prepare(loss, params, batch, trainable)
         meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((params, batch))]
         devices = max((mesh.size for mesh in meshes), default=1) or 1

@@ -78,6 +78,18 @@ WORDS = jax.random.randint(jax.random.key(3), (N, 6), 0, 11)
 LABELS = jnp.arange(N) % CLASSES
 
 
+def table(logits, words=None, rows=11):
+    """A loss that looks up; words out of range among them."""
+    words = jnp.array([[-3, 0, 2], [13, 5, 5], [1, 2, 3], [4, 10, 11], [0, 0, 0], [9, -1, 8]])
+    loss, params, _ = of_matrices(logits, e=(rows, 4), w=(4, CLASSES))
+    return loss, params, words
+
+
+def promoted(params, x):
+    with jax.numpy_dtype_promotion("standard"):
+        return x @ params["w"]
+
+
 def scanned(params, x):
     x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
     return x @ params["out"]
@@ -110,6 +122,33 @@ CASES = {
     "cond": lambda: of_matrices(branching, w=(7, CLASSES)),
     "weight on the left": lambda: of_matrices(
         lambda p, x: (p["w"] @ jnp.outer(x, x[:3])).sum(1), w=(CLASSES, 7)
+    ),
+    "penalty on one of two layers": lambda: of_matrices(
+        lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"] + jnp.sum(p["a"] ** 2), a=(7, 4), b=(4, CLASSES)
+    ),
+    "inner gradient step": lambda: of_matrices(
+        lambda p, x: x @ (p["a"] - jax.grad(lambda a: jnp.sum((x @ a) ** 2))(p["a"])) @ p["b"],
+        a=(7, 4),
+        b=(4, CLASSES),
+    ),
+    "clamped words": lambda: table(
+        lambda p, x: (jnp.take(p["e"], x, axis=0, mode="clip") @ p["w"]).sum(0)
+    ),
+    "words out of range": lambda: table(
+        lambda p, x: (jnp.take(p["e"], x, axis=0, mode="fill", fill_value=0) @ p["w"]).sum(0)
+    ),
+    "bytes": lambda: table(
+        lambda p, x: (jnp.take(p["e"], x.astype(jnp.uint8), axis=0) @ p["w"]).sum(0), rows=256
+    ),
+    "short integers": lambda: table(
+        lambda p, x: (jnp.take(p["e"], x.astype(jnp.int8), axis=0) @ p["w"]).sum(0), rows=300
+    ),
+    "integer inputs": lambda: (
+        *of_matrices(promoted, w=(3, CLASSES))[:2],
+        jnp.arange(3 * N, dtype=jnp.uint8).reshape(N, 3),
+    ),
+    "empty leaf": lambda: of_matrices(
+        lambda p, x: x @ p["w"] + jnp.sum(p["none"]), w=(7, CLASSES), none=(0, 3)
     ),
     "unused": lambda: of_matrices(lambda p, x: x @ p["w"], w=(7, CLASSES), idle=(3, 2)),
 }
@@ -309,6 +348,23 @@ def test_contributions_stay_within_the_clip_norm(monkeypatch):
     assert largest_contribution(64, 128) <= 1
     monkeypatch.setattr(bookkeeping, "FLOATS_PER_PRODUCT", 0)
     assert largest_contribution(64, 128) <= 1
+
+
+@pytest.mark.parametrize("make", [jdp.clip_by_norm, jdp.clip_automatic])
+@pytest.mark.parametrize("positions", [0, 1, 3])
+@pytest.mark.parametrize(
+    "x, scale, unit", [(1e-19, 1e19, 1.0), (1e-19, 1e9, 1e-10), (1e-25, 1e27, 1.0)]
+)
+def test_squares_that_underflow_hide_nothing(make, positions, x, scale, unit, monkeypatch):
+    monkeypatch.setattr(bookkeeping, "FLOATS_PER_PRODUCT", 0)  # norms from Gram matrices
+    shape = (2, 1000) if positions == 0 else (2, positions, 1000)
+    loss = lambda w, x: (x @ w).sum() * scale  # noqa: E731
+    gradient = jdp.clipped_grad(loss, make(unit), strategy="book-keeping")
+    inputs = jnp.full(shape, x).at[1].set(0)
+    if positions == 3:
+        inputs = inputs.at[0, 0].set(0).at[0, 1].multiply(1e-18)
+    (total,) = gradient(jnp.zeros((1000, 1)), inputs, mask=jnp.ones(2, bool)).parts
+    assert np.linalg.norm(np.asarray(total, np.float64)) <= unit
 
 
 def test_twin_without_the_margin_is_caught(monkeypatch):

@@ -178,6 +178,20 @@ def test_empty_chunk_of_a_convolution(width):
     assert moved(*sums) < 1e-6
 
 
+def test_masks_of_numpy_and_python_numbers_as_parameters():
+    def linear(params, example):
+        return params["scale"] * loss(PARAMS, example)
+
+    grad = jdp.clipped_grad(linear, jdp.clip_by_norm(1.0), microbatch_size=2)
+    clipped = jax.jit(lambda: grad({"scale": 2.0}, _batch(), mask=np.ones(N, bool)))()
+    assert clipped.parts[0]["scale"].shape == ()
+
+
+def test_norms_of_an_empty_batch():
+    nothing = jax.tree.map(lambda leaf: leaf[:0], _batch())
+    assert jdp.unprotected_gradient_norms(loss)(PARAMS, nothing).shape == (0,)
+
+
 BAD = [
     (lambda: jdp.per_example_grad(3.0), TypeError, "loss"),
     (lambda: jdp.clipped_grad(loss, 1.0), TypeError, "clipper"),
@@ -187,7 +201,7 @@ BAD = [
     (
         lambda: jdp.clipped_grad(loss, CLIP)(PARAMS, _batch(), mask=jnp.ones(3, bool)),
         ValueError,
-        "mask",
+        "`batch`.*mask",
     ),
     (
         lambda: jdp.clipped_grad(loss, CLIP)(PARAMS, _batch(), mask=jnp.ones(N)),
@@ -214,6 +228,11 @@ BAD = [
     ),
     (
         lambda: jdp.per_example_grad(loss, trainable={"w": 1, "b": 0})(PARAMS, _batch()),
+        ValueError,
+        "trainable",
+    ),
+    (
+        lambda: jdp.per_example_grad(loss, trainable={"w": False, "b": False})(PARAMS, _batch()),
         ValueError,
         "trainable",
     ),
