@@ -14,6 +14,7 @@ from experiments._run import UsageError
 
 ROOT = pathlib.Path(__file__).parents[1]
 FIELDS = {"test_accuracy_mean", "test_accuracy_std", "epsilon_spent", "noise_multiplier", "seconds"}
+FIELDS |= {"compile_seconds"}
 DIGITS = gep.Args(dataset="digits", methods=("class-means",), seeds=2, seed=0)
 
 
