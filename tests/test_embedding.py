@@ -393,3 +393,25 @@ def test_a_microbatch_size_needs_the_loss(key):
             public_gradients=lambda params, key: params,
             microbatch_size=2,
         )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_bases_keep_their_type_under_64_bits(dtype):
+    with jax.enable_x64(True):
+        params = jnp.zeros(3, dtype)
+        tx = jdp.gep(
+            rank=2,
+            clip_norms=(1.0, 0.2),
+            noise_multiplier=1.0,
+            batch_size=2,
+            key=jax.random.key(0),
+            public_gradients=lambda params, key: jnp.eye(3, dtype=params.dtype),
+            refresh_every=2,
+            whitening=0.5,
+        )
+        state = tx.init(params)
+        _, after = tx.update(jnp.eye(3, dtype=dtype), state, params, mask=jnp.ones(3, bool))
+        assert [x.dtype for x in jax.tree.leaves(after)] == [
+            x.dtype for x in jax.tree.leaves(state)
+        ]
+        assert after.bases.rows.dtype == dtype
