@@ -13,9 +13,7 @@ from jaxtyping import Array, Float
 from jdp import _check, _tree
 from jdp._typing import Key, Params, PerExample, PyTree
 
-
 _MOST_PASSES = 7  # of Cholesky QR
-_ORTHONORMAL = 1e-4  # Frobenius norm of B B^T - I
 
 
 @jax.tree_util.register_dataclass
@@ -87,8 +85,8 @@ def orthonormalize(key: Key, rows: Float[Array, "k p"]) -> Float[Array, "k p"]:
     Shifted Cholesky QR (Fukaya et al. 2020), whose cost is matrix products. Rows are normalised,
     and a random matrix at rounding level is added: then even a rank-deficient or zero matrix has
     full rank, and each shifted pass enlarges its small directions about a thousandfold. Passes end
-    when the rows are orthonormal to 1e-4 in Frobenius norm (after two for a warm start, say);
-    Householder QR takes over where seven did not suffice.
+    when the rows are orthonormal to rounding (after two or three for a warm start); Householder QR
+    takes over where seven leave them off by more than 1e-4 in Frobenius norm.
 
     Args:
       key: a typed key; it decides the completion only.
@@ -109,7 +107,7 @@ def orthonormalize(key: Key, rows: Float[Array, "k p"]) -> Float[Array, "k p"]:
 
     def is_off(carry: tuple) -> Array:
         count, _, (_, error) = carry
-        return (count < _MOST_PASSES) & ~(error < _ORTHONORMAL)
+        return (count < _MOST_PASSES) & ~(error < 1e-6 * k**0.5)
 
     def one_pass(carry: tuple) -> tuple:
         count, rows, (gram, error) = carry
@@ -121,9 +119,7 @@ def orthonormalize(key: Key, rows: Float[Array, "k p"]) -> Float[Array, "k p"]:
         return count + 1, rows, gram_of(rows)
 
     _, result, (_, error) = jax.lax.while_loop(is_off, one_pass, (0, full, gram_of(full)))
-    return jax.lax.cond(
-        error < _ORTHONORMAL, lambda: result, lambda: jnp.linalg.qr(full.T)[0].T
-    )
+    return jax.lax.cond(error < 1e-4, lambda: result, lambda: jnp.linalg.qr(full.T)[0].T)
 
 
 def _scaled(anchors: Float[Array, "m p"]) -> Float[Array, "m p"]:
