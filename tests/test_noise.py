@@ -146,7 +146,7 @@ def test_noise_is_drawn_in_one_place_only():
     assert {name: count for name, count in draws.items() if count} == {
         "_normal.py": 1,
         "subspace.py": 2,
-        "embedding.py": 1,
+        "moving_subspace.py": 1,
     }
     users = {path.name for path in package.glob("*.py") if "_normal." in path.read_text()}
     assert users == {"noise.py"}
