@@ -18,6 +18,7 @@ Strategy: TypeAlias = Literal["auto", "book-keeping", "scan", "vmap"]
 # Bytes that a microbatch may hold if its size is not given: about what fits caches on a CPU (larger
 # microbatches were slower), and what keeps an accelerator busy. XLA's convolutions are three times
 # as slow in a loop on CPUs, so these are looped over for the sake of memory only.
+UNROLLED = 4
 _WORKING_SET = {"cpu": 2**24, "cpu, convolutions": 2**28, "accelerator": 2**30}
 
 
@@ -149,25 +150,37 @@ def examples_that_fit(loss: Loss, params: Params, batch: PyTree, *, written: boo
     def backward(params: Params, examples: PyTree) -> PyTree:
         return jax.vjp(lambda params: losses(params, examples), params)[1]
 
-    def examples(n: int) -> PyTree:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((n, *jnp.shape(leaf)[1:]), jnp.result_type(leaf)),
-            batch,
-        )
-
     one, two = (
         sum(
             leaf.size * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(jax.eval_shape(backward, params, examples(n)))
+            for leaf in jax.tree.leaves(jax.eval_shape(backward, params, _shapes(batch, n)))
         )
         for n in (1, 2)
     )
     each = two - one + written * sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(params))
     place = "accelerator"
     if jax.default_backend() == "cpu":
-        used = primitives(jax.make_jaxpr(losses)(params, examples(1)))
-        place = "cpu, convolutions" if "conv_general_dilated" in used else "cpu"
+        place = "cpu, convolutions" if slow_in_loops(loss, params, batch) else "cpu"
     return max(1, _WORKING_SET[place] // max(each, 1))
+
+
+def _shapes(batch: PyTree, n: int) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((n, *jnp.shape(leaf)[1:]), jnp.result_type(leaf)), batch
+    )
+
+
+def slow_in_loops(loss: Loss, params: Params, batch: PyTree) -> bool:
+    """Whether the compiler makes slow code of the loss's gradient inside loops.
+
+    On a CPU XLA rewrites convolutions for speed at the top level only; in the body of a loop their
+    gradients take up to 15 times as long. So few microbatches (`UNROLLED`) are then written out.
+    """
+    if jax.default_backend() != "cpu":
+        return False
+    losses = jax.vmap(loss, in_axes=(None, 0))
+    used = primitives(jax.make_jaxpr(losses)(params, _shapes(batch, 1)))
+    return "conv_general_dilated" in used
 
 
 def per_example_grad(
@@ -374,7 +387,8 @@ def clipped_grad(
             return _tree.compensated_add(*carry, total.parts), None
 
         none = _tree.vary_like(jax.tree.map(jnp.zeros_like, empty.parts), batch)
-        (parts, _), _ = jax.lax.scan(add, (none, none), jnp.arange(steps))
+        unroll = steps <= UNROLLED and slow_in_loops(loss_of, free, batch)
+        (parts, _), _ = jax.lax.scan(add, (none, none), jnp.arange(steps), unroll=unroll)
         rounding = max(roundings) + _tree.rounding(padded)
         return dataclasses.replace(empty, parts=parts, rows=padded, rounding=rounding)
 
