@@ -9,13 +9,7 @@ from jaxtyping import Array
 
 from jdp import _check
 from jdp._typing import Key, Loss, Params, PerExample, PyTree
-from jdp.gradients import (
-    UNROLLED,
-    examples_that_fit,
-    per_example_grad,
-    prepare,
-    slow_in_loops,
-)
+from jdp.gradients import examples_that_fit, in_parts, per_example_grad, prepare
 
 PublicGradients: TypeAlias = Callable[[Params, Key], PerExample]
 """`(params, key) -> per-example gradients` of public data, leaves of shape (m, ...)."""
@@ -70,17 +64,6 @@ def random_label_gradients(
         batch = (jax.lax.optimization_barrier(images), labels)
         free, loss_of = prepare(loss, params, batch, trainable)
         fit = microbatch_size or examples_that_fit(loss_of, free, batch, written=True)
-        if fit >= len(images):
-            return gradients(params, batch)
-        if len(images) <= UNROLLED * fit and slow_in_loops(loss_of, free, batch):
-            parts = [
-                gradients(params, jax.tree.map(lambda leaf, i=i: leaf[i : i + fit], batch))
-                for i in range(0, len(images), fit)
-            ]
-            return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-        one = lambda example: jax.tree.map(  # noqa: E731
-            lambda leaf: leaf[0], gradients(params, jax.tree.map(lambda x: x[None], example))
-        )
-        return jax.lax.map(one, batch, batch_size=fit)
+        return in_parts(lambda part: gradients(params, part), batch, fit)
 
     return anchors

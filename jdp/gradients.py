@@ -18,8 +18,7 @@ Strategy: TypeAlias = Literal["auto", "book-keeping", "scan", "vmap"]
 # Bytes that a microbatch may hold if its size is not given: about what fits caches on a CPU (larger
 # microbatches were slower), and what keeps an accelerator busy. XLA's convolutions are three times
 # as slow in a loop on CPUs, so these are looped over for the sake of memory only.
-UNROLLED = 4
-_WORKING_SET = {"cpu": 2**24, "cpu, convolutions": 2**28, "accelerator": 2**30}
+_WORKING_SET = {"cpu": 2**24, "accelerator": 2**30}
 
 
 def _partition(params: Params, trainable: PyTree | None) -> PyTree:
@@ -158,9 +157,7 @@ def examples_that_fit(loss: Loss, params: Params, batch: PyTree, *, written: boo
         for n in (1, 2)
     )
     each = two - one + written * sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(params))
-    place = "accelerator"
-    if jax.default_backend() == "cpu":
-        place = "cpu, convolutions" if slow_in_loops(loss, params, batch) else "cpu"
+    place = "cpu" if jax.default_backend() == "cpu" else "accelerator"
     return max(1, _WORKING_SET[place] // max(each, 1))
 
 
@@ -170,17 +167,22 @@ def _shapes(batch: PyTree, n: int) -> PyTree:
     )
 
 
-def slow_in_loops(loss: Loss, params: Params, batch: PyTree) -> bool:
-    """Whether the compiler makes slow code of the loss's gradient inside loops.
+def in_parts(fun: Callable[[PyTree], PyTree], batch: PyTree, at_a_time: int) -> PyTree:
+    """Return `fun(batch)`, whose results have the examples on their leading axis, part by part.
 
-    On a CPU XLA rewrites convolutions for speed at the top level only; in the body of a loop their
-    gradients take up to 15 times as long. So few microbatches (`UNROLLED`) are then written out.
+    Args:
+      fun: of a batch; it treats every example by itself.
+      batch: n examples.
+      at_a_time: how many of them.
     """
-    if jax.default_backend() != "cpu":
-        return False
-    losses = jax.vmap(loss, in_axes=(None, 0))
-    used = primitives(jax.make_jaxpr(losses)(params, _shapes(batch, 1)))
-    return "conv_general_dilated" in used
+    size = _leading_size(batch)
+    if at_a_time >= size:
+        return fun(batch)
+    steps = -(-size // at_a_time)
+    each = -(-size // steps)
+    rows = jnp.minimum(jnp.arange(steps * each), size - 1).reshape(steps, each)
+    found = jax.lax.map(lambda rows: fun(jax.tree.map(lambda leaf: leaf[rows], batch)), rows)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:size], found)
 
 
 def per_example_grad(
@@ -256,8 +258,13 @@ def unprotected_gradient_norms(
         if not _leading_size(batch):
             return jnp.zeros(0)
         units = [1.0] * len(jax.tree.leaves(free))
-        leaves = bookkeeping.gradients(loss_of, free, batch, units)
-        return jnp.sqrt(sum(gradient.square for gradient, _ in leaves))
+
+        def of_some(examples: PyTree) -> Float[Array, " m"]:
+            leaves = bookkeeping.gradients(loss_of, free, examples, units)
+            return jnp.sqrt(sum(gradient.square for gradient, _ in leaves))
+
+        fit = examples_that_fit(loss_of, free, batch, written=False)
+        return in_parts(of_some, batch, fit)
 
     return norms
 
@@ -387,8 +394,7 @@ def clipped_grad(
             return _tree.compensated_add(*carry, total.parts), None
 
         none = _tree.vary_like(jax.tree.map(jnp.zeros_like, empty.parts), batch)
-        unroll = steps <= UNROLLED and slow_in_loops(loss_of, free, batch)
-        (parts, _), _ = jax.lax.scan(add, (none, none), jnp.arange(steps), unroll=unroll)
+        (parts, _), _ = jax.lax.scan(add, (none, none), jnp.arange(steps))
         rounding = max(roundings) + _tree.rounding(padded)
         return dataclasses.replace(empty, parts=parts, rows=padded, rounding=rounding)
 
