@@ -20,7 +20,9 @@ TABLE = {
     "adaptive": BASE | CORE | {"aggregate"},
     "subspace": BASE,
     "_uses": set(),
-    "bookkeeping": BASE | {"_uses", "clipping"},
+    "_walk": {"_uses"},
+    "_factors": {"_tree", "_uses"},
+    "bookkeeping": BASE | {"_factors", "_uses", "_walk", "clipping"},
     "anchors": BASE | {"gradients"},
     "embedding": BASE | CORE | {"aggregate", "anchors", "gradients", "subspace"},
     # The host rooms know nothing of gradients.
