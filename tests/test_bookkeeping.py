@@ -169,14 +169,14 @@ CLIPPERS = {
 
 
 def both(loss, params, batch, clipper, mask=MASK):
-    return [
-        jax.jit(
-            lambda p, strategy=strategy: jdp.clipped_grad(loss, clipper, strategy=strategy)(
-                p, batch, mask=mask
-            )
-        )(params)
-        for strategy in ("book-keeping", "vmap")
-    ]
+    """By book-keeping, and from per-example gradients that only JAX had a hand in."""
+
+    @jax.jit
+    def reference(params):
+        return clipper(jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch), mask)
+
+    ours = jdp.clipped_grad(loss, clipper, strategy="book-keeping")
+    return [jax.jit(lambda p: ours(p, batch, mask=mask))(params), reference(params)]
 
 
 def assert_close(ours, reference, tolerance=1e-5):
@@ -262,8 +262,9 @@ def test_microbatches_are_as_large_as_memory_allows(monkeypatch):
         return "scan" in str(jax.make_jaxpr(lambda p: function(p, batch, mask=MASK))(params))
 
     assert not scans(written) and not scans(kept)
+    # Written out, four times as much is held, and all parameters count.
     monkeypatch.setattr(
-        "jdp.gradients._WORKING_SET", {"cpu": 8 * floats, "accelerator": 8 * floats}
+        "jdp.gradients._WORKING_SET", dict.fromkeys(gradients._WORKING_SET, 3 * floats)
     )
     assert scans(written) and not scans(kept)
     assert_close(written(params, batch, mask=MASK), reference)
@@ -273,11 +274,58 @@ def test_microbatches_are_as_large_as_memory_allows(monkeypatch):
     assert_close(kept(params, batch, mask=MASK), reference)
 
 
+GEOMETRIES = {
+    "stride 2, same": (2, "SAME", 1, ("NHWC", "HWIO", "NHWC")),
+    "stride 3, valid, dilated": ((3, 1), "VALID", 2, ("NHWC", "HWIO", "NHWC")),
+    "uneven padding": (1, ((3, 0), (0, 2)), 1, ("NHWC", "HWIO", "NHWC")),
+    "negative padding": (2, ((-1, 1), (0, -1)), 1, ("NHWC", "HWIO", "NHWC")),
+    "channels first": (2, "SAME", 1, ("NCHW", "OIHW", "NCHW")),
+}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("inside", ["top level", "branch"])
+def test_convolutions_of_every_geometry(geometry, inside):
+    # Kernels' gradients come from patches, inputs' gradients from kernels turned by hand.
+    strides, padding, dilation, layouts = GEOMETRIES[geometry]
+    strides = strides if isinstance(strides, tuple) else (strides, strides)
+    first, last = layouts[0].index("C"), layouts[1].index("O")
+
+    def loss(params, example):
+        x = example[None]
+        for kernel, steps in ((params["one"], (1, 1)), (params["two"], strides)):
+            x = jax.lax.conv_general_dilated(
+                jnp.tanh(x),
+                kernel,
+                steps,
+                padding if steps == strides else "SAME",
+                rhs_dilation=(dilation, dilation),
+                dimension_numbers=layouts,
+            )
+        return jnp.sum(jnp.sin(x))
+
+    rng = np.random.default_rng(0)
+    kernel = [3, 2, 2, 2] if last == 3 else [2, 2, 3, 2]
+    params = {name: jnp.asarray(rng.normal(size=kernel), jnp.float32) for name in ("one", "two")}
+    image = [8, 7, 2] if first == 3 else [2, 8, 7]
+    batch = jnp.asarray(rng.normal(size=(N, *image)), jnp.float32)
+
+    def ours(params):
+        return jdp.per_example_grad(loss)(params, batch)
+
+    if inside == "branch":
+        ours = lambda params, plain=ours: jax.lax.cond(True, plain, plain, params)  # noqa: E731
+    reference = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
+    for one, two in zip(jax.tree.leaves(ours(params)), jax.tree.leaves(reference), strict=True):
+        assert one.shape == two.shape and one.dtype == two.dtype
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("case", ["dense", "conv", "attention", "tied table"])
 def test_unprotected_norms(case):
     loss, params, inputs = CASES[case]()
     norms = jdp.unprotected_gradient_norms(loss)(params, (inputs, LABELS))
-    leaves = jax.tree.leaves(jdp.per_example_grad(loss)(params, (inputs, LABELS)))
+    leaves = jax.tree.leaves(jax.vmap(jax.grad(loss), (None, 0))(params, (inputs, LABELS)))
     want = np.linalg.norm(np.concatenate([leaf.reshape(N, -1) for leaf in leaves], axis=1), axis=1)
     assert (norms >= want * (1 - 1e-5)).all() and (norms <= want * 1.03).all()
 

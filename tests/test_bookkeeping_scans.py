@@ -6,13 +6,21 @@ import numpy as np
 import pytest
 
 import jdp
-from jdp._uses import primitives
 from jdp._walk import find, views_of, walk
 
 N, D = 5, 4
 MASK = jnp.arange(N) != 3
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(N, 3, D)).astype(np.float32)  # three positions
+
+
+def primitives(jaxpr):
+    """The names of all primitives in a jaxpr, also inside calls and loops."""
+    names = {equation.primitive.name for equation in jaxpr.eqns}
+    for equation in jaxpr.eqns:
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            names |= primitives(inner) if hasattr(inner, "eqns") else set()
+    return names
 
 
 def scan(*args, **options):
