@@ -287,8 +287,8 @@ def gnmax_divergences(counts: np.ndarray, std: float, orders: np.ndarray) -> np.
     """
     independent = orders / std**2  # of a Gaussian with sensitivity sqrt(2)
     gaps = counts.max() - np.delete(counts, counts.argmax())
-    log_q = float(special.logsumexp(special.log_ndtr(-gaps / (math.sqrt(2) * std))))
-    log_q = min(log_q, math.log1p(-1 / len(counts)))
+    union: Any = special.logsumexp(special.log_ndtr(-gaps / (math.sqrt(2) * std)))
+    log_q = min(float(union), math.log1p(-1 / len(counts)))
     mu_2 = std * math.sqrt(-log_q)
     mu_1 = mu_2 + 1
     if not 1 < mu_2 < math.inf:

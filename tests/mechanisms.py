@@ -111,9 +111,8 @@ def votes(total):
     return lambda unit: lambda per_example, mask: total(ballot(per_example, mask), 4)
 
 
-MOST_VOTES = Clip(
-    "pate-most-votes", votes(most_votes), limit=False
-)  # a maximum, which cannot merge
+# Not in the table, as a maximum cannot merge; test_pate.py has it.
+MOST_VOTES = Clip("pate-most-votes", votes(most_votes), limit=False)
 CLIPS = (
     Clip("pate-votes", votes(vote_sum), limit=False),
     Clip("relu-surrogate", relu("surrogate", "residual"), limit=False),
