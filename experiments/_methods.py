@@ -58,8 +58,11 @@ class Setting:
 class PateSetting(Setting):
     """And what concerns `pate` alone; steps, batches and learning rate are of every network."""
 
+    steps: int = 300
+    batch_size: int = 64
+    learning_rate: float = 0.05
     teachers: int = 250
-    queries: int = 100
+    queries: int = 500
     threshold: float | None = None
     answers: int | None = None
 

@@ -55,10 +55,12 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "b-gep": TUNED_GEP,
         "gep": TUNED_GEP,
         "public-only": {"steps": 300, "batch_size": 64, "learning_rate": 0.05},
+        "pate": {"steps": 100, "batch_size": 32, "queries": 50},  # for epsilon 1
     },
     "digits": {
         "non-private": {"steps": 600, "batch_size": 64},
         "public-only": {"steps": 600, "batch_size": 64},
+        "pate": {"steps": 100, "batch_size": 32, "teachers": 60, "queries": 50},
     },
 }
 # The paper's setting at epsilon 2 (50 epochs), for the larger data sets.

@@ -97,5 +97,5 @@ def test_it_runs_where_it_is_asked_for_only():
 def test_every_example_in_the_help_is_accepted():
     for line in (pate.__doc__ or "").splitlines():
         if "python -m experiments.pate " in line and not line.startswith("`"):
-            words = line.split("experiments.pate")[1].split("   ")[0].split()
+            words = line.split("experiments.pate")[1].split("  ")[0].split()
             tyro.cli(pate.Args, args=words)
