@@ -27,7 +27,7 @@ def strict_promotion(request):
 UNOPTIMIZED = ("test_adaptive", "test_aggregate", "test_embedding", "test_gradients")
 UNOPTIMIZED += ("test_interop", "test_misuse", "test_speed", "test_subspace", "test_twins")
 UNOPTIMIZED += ("test_relu_regression", "test_relu_estimator", "test_thresholds")
-UNOPTIMIZED += ("test_relu_study", "test_one_visit", "test_pate")
+UNOPTIMIZED += ("test_relu_study", "test_one_visit", "test_pate", "test_experiments_pate")
 
 
 @pytest.fixture(autouse=True)

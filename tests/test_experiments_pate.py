@@ -56,6 +56,7 @@ def test_it_is_taken_up_and_stands_in_the_table_of_the_others(run, monkeypatch):
         pate.main(dataclasses.replace(args, teachers=30))
 
 
+@pytest.mark.slow
 def test_without_an_answer_the_student_is_untaught(tmp_path):
     args = dataclasses.replace(DIGITS, smoke=True, threshold=10.0, answers=3, out=tmp_path)
     row = pate.main(args)["methods"]["pate"]
