@@ -29,6 +29,7 @@ UNOPTIMIZED += ("test_interop", "test_misuse", "test_speed", "test_subspace", "t
 UNOPTIMIZED += ("test_relu_regression", "test_relu_estimator", "test_thresholds")
 UNOPTIMIZED += ("test_relu_study", "test_one_visit", "test_bookkeeping_scans")
 UNOPTIMIZED += ("test_public_data",)
+UNOPTIMIZED += ("test_pate", "test_experiments_pate")
 UNOPTIMIZED_TESTS = ("test_door", "test_random_models")
 
 

@@ -40,6 +40,9 @@ TABLE = {
     "planning": {"_typing", "_check", "accounting", "sampling"},
     "shuffling": {"_typing", "_check", "_accountants"},
     "one_visit": {"_typing", "_check", "accounting", "planning", "sampling", "shuffling"},
+    # PATE: what a vote costs, and the vote.
+    "vote_plan": {"_typing", "_check", "accounting", "one_visit", "planning"},
+    "pate": BASE | CORE | {"vote_plan"},
     # ReLU regression: programs, and the doors above them.
     "thresholds": BASE | CORE,
     "glmtron": BASE | {"clipping"},
