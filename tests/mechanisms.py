@@ -17,7 +17,7 @@ from strategies import GROUPS, PARAMS, SHAPES, SIZE, span, tree_of
 import jdp
 from jdp import public_data
 from jdp.adaptive import clip_and_count
-from jdp.glmtron import Descent, clipped_sum
+from jdp.glmtron import Descent, clipped_sum, records
 from jdp.pate import most_votes, vote_sum
 from jdp.subspace import Bases, bases_from_rows
 from jdp.thresholds import Grid, PrivateThreshold
@@ -92,9 +92,12 @@ def relu(gradient, clip):
 
     def make(unit):
         descent = Descent(1.0, 0.8 * unit, gradient=gradient, clip=clip)
-        return lambda per_example, mask: clipped_sum(
-            *record(per_example), mask, 0.3, descent, gradient == "true"
-        )
+
+        def clipper(per_example, mask):
+            w, x, y = record(per_example)
+            return clipped_sum(w, records(x, y, descent), mask, 0.3, descent, gradient == "true")
+
+        return clipper
 
     return make
 
