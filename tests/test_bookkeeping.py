@@ -264,7 +264,7 @@ def test_microbatches_are_as_large_as_memory_allows(monkeypatch):
     assert not scans(written) and not scans(kept)
     # Written out, four times as much is held, and all parameters count.
     monkeypatch.setattr(
-        "jdp.gradients._WORKING_SET", dict.fromkeys(gradients._WORKING_SET, 3 * floats)
+        "jdp.gradients._WORKING_SET", dict.fromkeys(gradients._WORKING_SET, 6 * floats)
     )
     assert scans(written) and not scans(kept)
     assert_close(written(params, batch, mask=MASK), reference)
