@@ -10,13 +10,25 @@ Six methods side by side on real images:
   public-only   SGD on the public images WITH their labels, no private data: the floor
   class-means   one noisy release of the class means; no training at all
 
-GEP uses the public images without their labels. The default data, 5,000 MNIST digits, come inside
-a Python package, so `python -m experiments.gep` needs no download. Results go to a folder
+and, where --methods asks for them:
+
+  sparsified        dp-sgd on a random part of the coordinates (Zhu and Blaschko 2023)
+  dp-adam           Adam in place of momentum, as it is
+  dp-adam-bc        and without the noise's part in its second moment (Tang et al. 2024)
+  projected-dp-sgd  dp-sgd, projected onto GEP's subspace after the noise (Zhou et al. 2021)
+  adadps            gradients scaled by public ones before the clip (Li et al. 2022)
+  pda-dpmd          dp-sgd mixed with the public gradient after the noise (Amid et al. 2022)
+
+The table says for every method which public data it used: of the last two and of public-only, the
+labels too. Any method can have what made dp-sgd strong since (De et al. 2022): --augmentations,
+--batch-size, --average. The default data, 5,000 MNIST digits, come inside a Python package, so
+`python -m experiments.gep` needs no download. Results go to a folder
 (summary.json, report.txt, curves.png); a run that was interrupted is taken up where it stopped.
 The last line on standard output is the summary as one JSON object.
 
   python -m experiments.gep                                     all six methods, 5 seeds, epsilon 1
   python -m experiments.gep --epsilon 0.5 --methods dp-sgd gep  two of them, under another budget
+  python -m experiments.gep --methods dp-sgd gep --augmentations 8 --average 0.9
   python -m experiments.gep --smoke                             a few steps, to see it work
 """
 
@@ -28,7 +40,18 @@ import jax
 import numpy as np
 
 from experiments import _run, datasets, models
-from experiments._methods import METHODS, PLANNED, Budget, Setting, budget, make_run
+from experiments._methods import (
+    IN_SUBSPACE,
+    METHODS,
+    OPTIONAL,
+    PLANNED,
+    WITH_LABELS,
+    Budget,
+    Setting,
+    budget,
+    make_run,
+    public_data,
+)
 from experiments._run import UsageError
 
 # mnist-5k: what `python -m experiments.search_gep` found for gep and dp-sgd on validation parts of
@@ -62,7 +85,7 @@ class Args:
     dataset: Literal["mnist-5k", "digits", "mnist", "cifar10", "svhn_cropped"] = "mnist-5k"
     """Data set; the last three are read from --data-dir, or downloaded by tensorflow-datasets."""
     methods: tuple[str, ...] = ()
-    """Which methods to run; all by default, but for public-only where --num-public is 0."""
+    """Which to run; by default the first six, but for public-only where --num-public is 0."""
     model: Literal["mnist_cnn", "resnet20", "mlp"] | None = None
     """Network; by default mnist_cnn on 28x28 images, resnet20 on 32x32, mlp on 8x8."""
     activation: Literal["tanh", "relu"] = "tanh"
@@ -111,8 +134,10 @@ class Args:
     """Weight decay, applied after the noise."""
     average: float | None = None
     """Evaluate the exponential moving average of the parameters, with this decay."""
+    augmentations: int | None = None
+    """Average the gradient over this many random shifts of a record, before the clip; 0: none."""
     clip_norm: float | None = None
-    """Clip norm of dp-sgd."""
+    """Clip norm of the methods that clip whole gradients."""
     clip_norms: tuple[float, float] | None = None
     """Clip norms S1 S2 of gep: in the subspace, and outside it; b-gep uses S1."""
     rank: int | None = None
@@ -131,6 +156,14 @@ class Args:
     """Share of the budget between the two parts of gep; equal as in the paper."""
     joint_clip: bool | None = None
     """Clip the two parts of gep together, which halves the variance of the noise."""
+    subspace: Literal["random-labels", "true-labels", "gaussian"] | None = None
+    """What spans it: gradients of the anchors under random or their true labels, or chance."""
+    drop_rate: float | None = None
+    """Share of the coordinates that sparsified drops in the end; it begins with none."""
+    floor: float | None = None
+    """Least root of a second moment that adadps and dp-adam-bc divide by."""
+    mixing: float | None = None
+    """Weight of the private update in pda-dpmd; by default it falls from 1 to 0 along a cosine."""
     components: int | None = None
     """Principal components for class-means."""
 
@@ -188,6 +221,7 @@ def main(args: Args) -> dict[str, Any]:
                 result = folder.put(*pieces[method, repeat], result)
             runs.append(result)
         accuracies = [result["test_accuracy"] for result in runs]
+        public = public_data(method, own, shared["anchors"], len(data.public_labels))
         rows[method] = {
             "test_accuracy_mean": float(np.mean(accuracies)),
             "test_accuracy_std": float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0,
@@ -196,7 +230,8 @@ def main(args: Args) -> dict[str, Any]:
             "seconds": sum(result["seconds"] for result in runs),
             "compile_seconds": runs[0].get("compile_seconds"),
             "setting": dataclasses.asdict(own),
-            "privacy": statement(args, method, own, budgets[method]),
+            "public_data": public,
+            "privacy": statement(args, method, own, budgets[method], public),
             "runs": runs,
         }
     summary = {
@@ -219,10 +254,12 @@ def main(args: Args) -> dict[str, Any]:
 
 def check(args: Args):
     """Refuse what can be refused before data is touched."""
-    unknown = [method for method in args.methods if method not in METHODS]
+    unknown = [method for method in args.methods if method not in METHODS + OPTIONAL]
     if unknown or len(set(args.methods)) < len(args.methods):
         got = " ".join(unknown or args.methods)
-        raise UsageError(f"--methods must be different ones of {' '.join(METHODS)}, but got {got}")
+        raise UsageError(
+            f"--methods must be different ones of {' '.join(METHODS + OPTIONAL)}, but got {got}"
+        )
     if not 0 < args.delta < 1:
         raise UsageError(f"--delta must lie between 0 and 1, but got {args.delta}")
     available = jax.device_count()
@@ -234,7 +271,7 @@ def check(args: Args):
     if args.steps is not None and args.epochs is not None:
         raise UsageError("give --steps or --epochs, not both")
     positive = ("epsilon", "seeds", "epochs", "steps", "batch_size", "clip_norm", "clip_norms")
-    positive += ("learning_rate", "rank", "groups", "power_iterations", "refresh_every")
+    positive += ("learning_rate", "rank", "groups", "power_iterations", "refresh_every", "floor")
     for key in (*positive, "components", "eval_every", "num_anchors", "max_examples"):
         value = getattr(args, key)
         values = value if isinstance(value, tuple) else (value,)
@@ -244,6 +281,7 @@ def check(args: Args):
         "momentum": 1,
         "weight_decay": 1,
         "average": 1,
+        "augmentations": np.inf,
         "validation": np.inf,
         "num_public": np.inf,
     }
@@ -252,8 +290,10 @@ def check(args: Args):
         if value is not None and not 0 <= value < limit:
             bounds = "at least 0" if np.isinf(limit) else f"at least 0 and below {limit}"
             raise UsageError(f"--{key.replace('_', '-')} must be {bounds}, but got {value}")
-    if args.whitening is not None and not 0 <= args.whitening <= 1:
-        raise UsageError(f"--whitening must be from 0 to 1, but got {args.whitening}")
+    for key in ("whitening", "drop_rate", "mixing"):
+        value = getattr(args, key)
+        if value is not None and not 0 <= value <= 1:
+            raise UsageError(f"--{key.replace('_', '-')} must be from 0 to 1, but got {value}")
     for norm in (args.clip_norm, *(args.clip_norms or ())):
         if norm is not None and not 1e-12 <= norm <= 1e12:
             raise UsageError(f"clip norms must be from 1e-12 to 1e12, but got {norm}")
@@ -267,14 +307,18 @@ def check_settings(
     for method, own in settings.items():
         if method in PLANNED and own.batch_size > size:
             raise UsageError(f"--batch-size {own.batch_size} exceeds the {size:,} private images")
-        if method in ("gep", "b-gep") and own.groups > layers:
+        if method in IN_SUBSPACE and own.groups > layers:
             raise UsageError(f"--groups {own.groups} exceeds the {layers} layers of {model}")
-        if method in ("gep", "b-gep") and own.rank > anchors * own.groups:
+        spanned = method in IN_SUBSPACE and own.subspace != "gaussian"
+        if spanned and own.rank > anchors * own.groups:
             raise UsageError(f"--rank {own.rank} exceeds what {anchors} anchors span")
+        if own.subspace == "true-labels" and args.anchors != "in-distribution":
+            raise UsageError("--subspace true-labels needs --anchors in-distribution")
         if method == "class-means" and anchors < 2:
             raise UsageError(f"class-means needs 2 public images or more, but got {anchors}")
-    if "public-only" in settings and not len(data.public_labels):
-        raise UsageError("public-only needs --num-public above 0; leave it out of --methods")
+    for method in settings:
+        if method in WITH_LABELS and not len(data.public_labels):
+            raise UsageError(f"{method} needs --num-public above 0; leave it out of --methods")
     if args.delta >= 1 / size:
         raise UsageError(f"--delta must be below 1 / {size:,} private images, but got {args.delta}")
 
@@ -304,19 +348,18 @@ def setting(args: Args, method: str, size: int, model: str) -> Setting:
     return own
 
 
-def statement(args: Args, method: str, own: Setting, spent: Budget) -> str:
+def statement(args: Args, method: str, own: Setting, spent: Budget, public: str) -> str:
     """The privacy statement of one run of a method."""
     if method not in PLANNED:
         return spent.statement
     norms = {"dp-sgd": own.clip_norm, "gep": own.clip_norms, "b-gep": own.clip_norms[0]}
-    images = f"{args.anchors} images without labels"
     return spent.plan.report(
         mechanism=method,
-        clip_norms=norms[method],
+        clip_norms=norms.get(method, own.clip_norm),
         sampler_used="yes, inside the jitted step",
         steps_taken=own.steps,
         key_source=_run.key_statement(args.seed),
-        public_data="none" if method == "dp-sgd" else images,
+        public_data=public,
         hyperparameter_search=search_statement(args, method, own),
     )
 
@@ -325,7 +368,7 @@ def search_statement(args: Args, method: str, own: Setting) -> str:
     """How the hyper-parameters came about, as far as this program knows."""
     if args.dataset != "mnist-5k":
         return "published or given by the user; how these were chosen is not known here"
-    if own == Setting(**DEFAULTS["mnist-5k"][method]):
+    if own == Setting(**DEFAULTS["mnist-5k"].get(method, {})):
         return "chosen on a validation part of the private set"
     return "given by the user; how they were chosen is not known here"
 
@@ -338,7 +381,8 @@ def report(args: Args, summary: dict[str, Any]) -> str:
         f"model {summary['shared']['model']}, anchors {summary['shared']['anchors']}",
         f"{_run.key_statement(args.seed)}",
         "",
-        f"{'method':<14}{part + ' accuracy':<22}{'epsilon':<10}{'noise':<10}{'seconds':<10}compile",
+        f"{'method':<18}{part + ' accuracy':<22}{'epsilon':<10}{'noise':<10}{'seconds':<10}"
+        f"{'compile':<10}public data",
     ]
     for method, row in summary["methods"].items():
         accuracy = f"{row['test_accuracy_mean']:.4f} +- {row['test_accuracy_std']:.4f}"
@@ -348,7 +392,8 @@ def report(args: Args, summary: dict[str, Any]) -> str:
         )
         compiling = "-" if row["compile_seconds"] is None else f"{row['compile_seconds']:.1f}"
         lines.append(
-            f"{method:<14}{accuracy:<22}{epsilon:<10}{noise:<10}{row['seconds']:<10.1f}{compiling}"
+            f"{method:<18}{accuracy:<22}{epsilon:<10}{noise:<10}{row['seconds']:<10.1f}"
+            f"{compiling:<10}{row['public_data']}"
         )
     lines += [
         "",
