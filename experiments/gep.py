@@ -57,14 +57,22 @@ from experiments._run import UsageError
 # mnist-5k: what `python -m experiments.search_gep` found for gep and dp-sgd on validation parts of
 # the private set (the trials are in experiments/results); b-gep has gep's setting.
 TUNED_GEP: dict[str, Any] = {"steps": 100, "learning_rate": 0.042, "clip_norms": (2.6, 1.2)}
-TUNED_GEP |= {"average": 0.9, "refresh_every": 10, "warm_start": True, "whitening": 0.5}
+MOVING: dict[str, Any] = {"refresh_every": 10, "warm_start": True}
+TUNED_GEP |= MOVING | {"average": 0.9, "whitening": 0.5}
+TUNED_DP_SGD: dict[str, Any] = {"steps": 100, "learning_rate": 0.1, "clip_norm": 1.0}
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "mnist-5k": {
         "non-private": {"steps": 300, "batch_size": 128, "learning_rate": 0.05},
-        "dp-sgd": {"steps": 100, "learning_rate": 0.1, "clip_norm": 1.0},
+        "dp-sgd": TUNED_DP_SGD,
         "b-gep": TUNED_GEP,
         "gep": TUNED_GEP,
         "public-only": {"steps": 300, "batch_size": 64, "learning_rate": 0.05},
+        "sparsified": TUNED_DP_SGD,
+        "dp-adam": TUNED_DP_SGD | {"learning_rate": 0.005},
+        "dp-adam-bc": TUNED_DP_SGD | {"learning_rate": 0.005, "floor": 0.005},
+        "projected-dp-sgd": TUNED_DP_SGD | MOVING,
+        "adadps": TUNED_DP_SGD,
+        "pda-dpmd": TUNED_DP_SGD,
     },
     "digits": {
         "non-private": {"steps": 600, "batch_size": 64},
