@@ -11,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import jdp
-from experiments import _training
+from experiments import _pate, _training
 from experiments._run import Keys
 from experiments._training import Run, pad_rows
 from experiments.datasets import Dataset
@@ -25,6 +25,7 @@ OPTIONAL = (  # run where asked for
     "projected-dp-sgd",
     "adadps",
     "pda-dpmd",
+    "pate",
 )
 PLANNED = ("dp-sgd", "b-gep", "gep")  # these take many steps under one privacy budget
 PLANNED += ("sparsified", "dp-adam", "dp-adam-bc", "projected-dp-sgd", "adadps", "pda-dpmd")
@@ -69,11 +70,24 @@ class Setting:
         return optax.piecewise_constant_schedule(self.learning_rate, change)
 
 
+@dataclasses.dataclass(frozen=True)
+class PateSetting(Setting):
+    """And what concerns `pate` alone; steps, batches and learning rate are of every network."""
+
+    steps: int = 300
+    batch_size: int = 64
+    learning_rate: float = 0.05
+    teachers: int = 250
+    queries: int = 500
+    threshold: float | None = None
+    answers: int | None = None
+
+
 class Budget(NamedTuple):
     """What a method may spend.
 
     Attributes:
-      plan: a `jdp.plan` for the methods in `PLANNED`, else None.
+      plan: a `jdp.plan` for the methods in `PLANNED`, or of votes for `pate`, else None.
       epsilon_spent: of one run; None is no bound at all.
       noise_multiplier: noise over joint sensitivity; None where no private data are used.
       statement: the privacy statement, for a method without a plan.
@@ -100,6 +114,17 @@ def budget(method: str, setting: Setting, size: int, epsilon: float, delta: floa
             f"ONE Gaussian\nrelease of noise multiplier {z:.6g}, exact accounting."
         )
         return Budget(None, spent, float(z), text)
+    if isinstance(setting, PateSetting):
+        plan = jdp.pate.plan_votes(
+            size,
+            setting.teachers,
+            setting.queries,
+            epsilon=epsilon,
+            delta=delta,
+            threshold=setting.threshold,
+            answers=setting.answers,
+        )
+        return Budget(plan, plan.epsilon, float(plan.noise_multiplier), "")
     plan = jdp.plan(
         num_examples=size,
         batch_size=setting.batch_size,
@@ -159,6 +184,8 @@ def make_run(
         shared = _training.batch_sharding(devices)[0]
         return _class_means(setting, data, anchors, spend.noise_multiplier, shared)
     plan = spend.plan
+    if method == "pate":
+        return _pate.make_run(setting, model, data, anchors, plan)
     trainer = _training.make_trainer(method, setting, model, data, anchors, plan, devices)
     return _training.make_run(trainer, setting.steps, eval_every)
 

@@ -18,13 +18,15 @@ and, where --methods asks for them:
   projected-dp-sgd  dp-sgd, projected onto GEP's subspace after the noise (Zhou et al. 2021)
   adadps            gradients scaled by public ones before the clip (Li et al. 2022)
   pda-dpmd          dp-sgd mixed with the public gradient after the noise (Amid et al. 2022)
+  pate              teachers on disjoint private images label public ones (Papernot et al. 2018);
+                    it trains hundreds of networks: see `python -m experiments.pate`
 
-The table says for every method which public data it used: of the last two and of public-only, the
+The table says for every method which public data it used: of adadps, pda-dpmd and public-only the
 labels too. Any method can have what made dp-sgd strong since (De et al. 2022): --augmentations,
 --batch-size, --average. The default data, 5,000 MNIST digits, come inside a Python package, so
-`python -m experiments.gep` needs no download. Results go to a folder
-(summary.json, report.txt, curves.png); a run that was interrupted is taken up where it stopped.
-The last line on standard output is the summary as one JSON object.
+`python -m experiments.gep` needs no download. Results go to a folder (summary.json, report.txt,
+curves.png); a run that was interrupted is taken up where it stopped. The last line on standard
+output is the summary as one JSON object.
 
   python -m experiments.gep                                     all six methods, 5 seeds, epsilon 1
   python -m experiments.gep --epsilon 0.5 --methods dp-sgd gep  two of them, under another budget
@@ -34,19 +36,19 @@ The last line on standard output is the summary as one JSON object.
 
 import dataclasses
 import pathlib
-from typing import Any, Literal
+from typing import Any
 
-import jax
 import numpy as np
 
 from experiments import _run, datasets, models
+from experiments._gep_args import Args, check
 from experiments._methods import (
     IN_SUBSPACE,
     METHODS,
-    OPTIONAL,
     PLANNED,
     WITH_LABELS,
     Budget,
+    PateSetting,
     Setting,
     budget,
     make_run,
@@ -73,10 +75,12 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "projected-dp-sgd": TUNED_DP_SGD | MOVING,
         "adadps": TUNED_DP_SGD,
         "pda-dpmd": TUNED_DP_SGD,
+        "pate": {"steps": 100, "batch_size": 32, "queries": 50},  # for epsilon 1
     },
     "digits": {
         "non-private": {"steps": 600, "batch_size": 64},
         "public-only": {"steps": 600, "batch_size": 64},
+        "pate": {"steps": 100, "batch_size": 32, "teachers": 60, "queries": 50},
     },
 }
 # The paper's setting at epsilon 2 (50 epochs), for the larger data sets.
@@ -86,100 +90,11 @@ PAPER_EPOCHS = 50
 MODELS = {"mnist-5k": "mnist_cnn", "mnist": "mnist_cnn", "digits": "mlp"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Args:
-    """Options; a hyper-parameter that is not given has its tuned or published default."""
-
-    dataset: Literal["mnist-5k", "digits", "mnist", "cifar10", "svhn_cropped"] = "mnist-5k"
-    """Data set; the last three are read from --data-dir, or downloaded by tensorflow-datasets."""
-    methods: tuple[str, ...] = ()
-    """Which to run; by default the first six, but for public-only where --num-public is 0."""
-    model: Literal["mnist_cnn", "resnet20", "mlp"] | None = None
-    """Network; by default mnist_cnn on 28x28 images, resnet20 on 32x32, mlp on 8x8."""
-    activation: Literal["tanh", "relu"] = "tanh"
-    """Activation of mnist_cnn and mlp."""
-    epsilon: float = 1.0
-    """Privacy budget of each private method."""
-    delta: float = 1e-5
-    """Probability with which the privacy bound may fail; keep it below 1 / private images."""
-    seeds: int = 5
-    """Number of runs of each method; the summary has mean and standard deviation."""
-    seed: int | None = None
-    """Make the run reproducible; it is then NOT private against whoever knows the seed."""
-    anchors: str = "in-distribution"
-    """Public images for GEP: in-distribution, tiny-imagenet, imagenet, digits, or PATH.npy."""
-    num_anchors: int | None = None
-    """How many public images to use; all by default."""
-    num_public: int | None = None
-    """How many training images become public (and leave the private part)."""
-    max_examples: int | None = None
-    """Use only so many private and so many test images."""
-    data_dir: pathlib.Path | None = None
-    """Folder of prepared data sets, as tensorflow-datasets lays them out."""
-    validation: int = 0
-    """Evaluate on this many of the private records, held out, instead of the test set."""
-    out: pathlib.Path | None = None
-    """Run folder; by default runs/gep/<data set>-eps<epsilon>."""
-    eval_every: int | None = None
-    """Steps between two evaluations; by default a twentieth of the run."""
-    devices: int = 1
-    """How many devices share the private data and every batch."""
-    smoke: bool = False
-    """Only check that everything works: 1 seed, 4 steps, 200 examples, rank 8."""
-    epochs: float | None = None
-    """Passes over the private data, instead of --steps."""
-    steps: int | None = None
-    """Training steps."""
-    batch_size: int | None = None
-    """Expected batch size (each record is drawn independently for each batch)."""
-    learning_rate: tuple[float, ...] | None = None
-    """Learning rate: one for all methods, or one for each of --methods in their order."""
-    schedule: Literal["constant", "step", "cosine"] | None = None
-    """Learning rate over time; step divides it by ten half-way, as in the paper."""
-    momentum: float | None = None
-    """Momentum, applied after the noise."""
-    weight_decay: float | None = None
-    """Weight decay, applied after the noise."""
-    average: float | None = None
-    """Evaluate the exponential moving average of the parameters, with this decay."""
-    augmentations: int | None = None
-    """Average the gradient over this many random shifts of a record, before the clip; 0: none."""
-    clip_norm: float | None = None
-    """Clip norm of the methods that clip whole gradients."""
-    clip_norms: tuple[float, float] | None = None
-    """Clip norms S1 S2 of gep: in the subspace, and outside it; b-gep uses S1."""
-    rank: int | None = None
-    """Dimension of the subspace, shared out over the parameter groups."""
-    groups: int | None = None
-    """Number of parameter groups, each with a subspace of its own."""
-    power_iterations: int | None = None
-    """Power iterations for each subspace."""
-    refresh_every: int | None = None
-    """Steps for which a subspace is kept."""
-    warm_start: bool | None = None
-    """Start the power iteration from the last subspace."""
-    whitening: float | None = None
-    """How far to even out the coordinates in the subspace: 0 (not at all) to 1."""
-    noise_split: Literal["equal", "optimal"] | None = None
-    """Share of the budget between the two parts of gep; equal as in the paper."""
-    joint_clip: bool | None = None
-    """Clip the two parts of gep together, which halves the variance of the noise."""
-    subspace: Literal["random-labels", "true-labels", "gaussian"] | None = None
-    """What spans it: gradients of the anchors under random or their true labels, or chance."""
-    drop_rate: float | None = None
-    """Share of the coordinates that sparsified drops in the end; it begins with none."""
-    floor: float | None = None
-    """Least root of a second moment that adadps and dp-adam-bc divide by."""
-    mixing: float | None = None
-    """Weight of the private update in pda-dpmd; by default it falls from 1 to 0 along a cosine."""
-    components: int | None = None
-    """Principal components for class-means."""
-
-
 def main(args: Args) -> dict[str, Any]:
     """Run the methods and return the summary."""
     if args.smoke:
         small = {"seeds": 1, "steps": 4, "epochs": None, "batch_size": 32, "rank": 8}
+        small |= {"teachers": 10, "queries": 20}
         args = dataclasses.replace(args, max_examples=200, **small)
     if not args.methods:
         public = args.num_public != 0
@@ -223,8 +138,9 @@ def main(args: Args) -> dict[str, Any]:
                 every = args.eval_every or max(1, own.steps // 20)
                 rest = budgets[method], every, args.devices
                 run = run or make_run(method, own, model, data, anchors, *rest)
-                steps = 1 if method == "class-means" else own.steps
-                with _run.progress(f"{method} {repeat + 1}/{args.seeds}", steps) as advance:
+                total = {"class-means": 1, "pate": getattr(own, "teachers", 0)}
+                total = total.get(method, own.steps)
+                with _run.progress(f"{method} {repeat + 1}/{args.seeds}", total) as advance:
                     result = run(_run.keys(args.seed, repeat), advance)
                 result = folder.put(*pieces[method, repeat], result)
             runs.append(result)
@@ -260,53 +176,6 @@ def main(args: Args) -> dict[str, Any]:
     return {key: summary[key] for key in ("dataset", "epsilon", "delta")} | {"methods": brief}
 
 
-def check(args: Args):
-    """Refuse what can be refused before data is touched."""
-    unknown = [method for method in args.methods if method not in METHODS + OPTIONAL]
-    if unknown or len(set(args.methods)) < len(args.methods):
-        got = " ".join(unknown or args.methods)
-        raise UsageError(
-            f"--methods must be different ones of {' '.join(METHODS + OPTIONAL)}, but got {got}"
-        )
-    if not 0 < args.delta < 1:
-        raise UsageError(f"--delta must lie between 0 and 1, but got {args.delta}")
-    available = jax.device_count()
-    if not 1 <= args.devices <= available:
-        remedy = "on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N virtual ones"
-        raise UsageError(f"--devices must be 1 to {available}, but got {args.devices}; {remedy}")
-    if args.learning_rate and len(args.learning_rate) not in (1, len(args.methods)):
-        raise UsageError("--learning-rate takes one value, or one for each of --methods")
-    if args.steps is not None and args.epochs is not None:
-        raise UsageError("give --steps or --epochs, not both")
-    positive = ("epsilon", "seeds", "epochs", "steps", "batch_size", "clip_norm", "clip_norms")
-    positive += ("learning_rate", "rank", "groups", "power_iterations", "refresh_every", "floor")
-    for key in (*positive, "components", "eval_every", "num_anchors", "max_examples"):
-        value = getattr(args, key)
-        values = value if isinstance(value, tuple) else (value,)
-        if not all(v is None or (v > 0 and np.isfinite(v)) for v in values):
-            raise UsageError(f"--{key.replace('_', '-')} must be above 0, but got {value}")
-    limits = {
-        "momentum": 1,
-        "weight_decay": 1,
-        "average": 1,
-        "augmentations": np.inf,
-        "validation": np.inf,
-        "num_public": np.inf,
-    }
-    for key, limit in (limits | {"seed": 2**32}).items():
-        value = getattr(args, key)
-        if value is not None and not 0 <= value < limit:
-            bounds = "at least 0" if np.isinf(limit) else f"at least 0 and below {limit}"
-            raise UsageError(f"--{key.replace('_', '-')} must be {bounds}, but got {value}")
-    for key in ("whitening", "drop_rate", "mixing"):
-        value = getattr(args, key)
-        if value is not None and not 0 <= value <= 1:
-            raise UsageError(f"--{key.replace('_', '-')} must be from 0 to 1, but got {value}")
-    for norm in (args.clip_norm, *(args.clip_norms or ())):
-        if norm is not None and not 1e-12 <= norm <= 1e12:
-            raise UsageError(f"clip norms must be from 1e-12 to 1e12, but got {norm}")
-
-
 def check_settings(
     args: Args, settings: dict[str, Setting], model: str, data: datasets.Dataset, anchors: int
 ):
@@ -322,6 +191,8 @@ def check_settings(
             raise UsageError(f"--rank {own.rank} exceeds what {anchors} anchors span")
         if own.subspace == "true-labels" and args.anchors != "in-distribution":
             raise UsageError("--subspace true-labels needs --anchors in-distribution")
+        if isinstance(own, PateSetting) and own.queries > anchors:
+            raise UsageError(f"--queries {own.queries} exceeds the {anchors} public images")
         if method == "class-means" and anchors < 2:
             raise UsageError(f"class-means needs 2 public images or more, but got {anchors}")
     for method in settings:
@@ -333,17 +204,18 @@ def check_settings(
 
 def setting(args: Args, method: str, size: int, model: str) -> Setting:
     """The hyper-parameters of a method: its defaults, then what was given on the command line."""
-    if args.dataset in DEFAULTS:
-        values = DEFAULTS[args.dataset].get(method, {})
+    kind = PateSetting if method == "pate" else Setting
+    if args.dataset in DEFAULTS or method == "pate":
+        values = DEFAULTS.get(args.dataset, {}).get(method, {})
     else:
         rank = 500 if args.dataset == "mnist" else 1_000
         batch = min(PAPER["batch_size"], max(1, size // 10))
         values = PAPER | {"batch_size": batch, "rank": rank}
         values["groups"] = min(values["groups"], models.LAYERS[model])
         values["steps"] = max(1, round(PAPER_EPOCHS * size / batch))
-    names = [field.name for field in dataclasses.fields(Setting) if field.name != "learning_rate"]
+    names = [field.name for field in dataclasses.fields(kind) if field.name != "learning_rate"]
     given = {name: getattr(args, name) for name in names}
-    own = Setting(**values)
+    own = kind(**values)
     own = dataclasses.replace(own, **{k: v for k, v in given.items() if v is not None})
     if args.epochs is not None:
         steps = round(args.epochs * size / own.batch_size)
@@ -358,9 +230,10 @@ def setting(args: Args, method: str, size: int, model: str) -> Setting:
 
 def statement(args: Args, method: str, own: Setting, spent: Budget, public: str) -> str:
     """The privacy statement of one run of a method."""
-    if method not in PLANNED:
+    if spent.plan is None:
         return spent.statement
     norms = {"dp-sgd": own.clip_norm, "gep": own.clip_norms, "b-gep": own.clip_norms[0]}
+    norms |= {"pate": "none: a teacher has one vote on each query"}
     return spent.plan.report(
         mechanism=method,
         clip_norms=norms.get(method, own.clip_norm),
@@ -376,7 +249,7 @@ def search_statement(args: Args, method: str, own: Setting) -> str:
     """How the hyper-parameters came about, as far as this program knows."""
     if args.dataset != "mnist-5k":
         return "published or given by the user; how these were chosen is not known here"
-    if own == Setting(**DEFAULTS["mnist-5k"].get(method, {})):
+    if own == type(own)(**DEFAULTS["mnist-5k"].get(method, {})):
         return "chosen on a validation part of the private set"
     return "given by the user; how they were chosen is not known here"
 
