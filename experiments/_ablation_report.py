@@ -80,7 +80,7 @@ def draw(folder: pathlib.Path):
 
     summary = read_json(folder / "summary.json")
     parts = {part: rows for part, rows in summary["parts"].items() if part in TITLES and rows}
-    panels = [(TITLES[part], _draw_accuracies, rows) for part, rows in parts.items()]
+    panels: list[Any] = [(TITLES[part], _draw_accuracies, rows) for part, rows in parts.items()]
     if summary["error"]:
         panels.append(("error against rank k", _draw_error_by_rank, summary["error"]))
         panels.append(("error over training, by source", _draw_error_by_source, summary["error"]))
