@@ -97,29 +97,32 @@ def measure(
     for share in CHECKPOINTS:
         step = round(share * setting.steps)
         carry, done = program(done, step, carry, keys), step
-        gradients = matrix(gradients_of(carry[0], test))
         anchors = {name: matrix(own(carry[0], key)) for name, own in anchors_of.items()}
-        rows = {name: _rows(key, own) for name, own in anchors.items()}
-        spanning, best = next(iter(anchors.values())), next(iter(rows.values()))
-        rank = setting.rank
-
-        def outside_of(rows, most, gradients=gradients):
-            return float(unprotected_projection_error(rows[:most], gradients))
-
-        powers = {n: _rows(key, spanning, n) for n in (1, 2, 4)}
-        outside = residuals(best[:rank], gradients)
-        found.append(
-            {
-                "step": step,
-                "error_by_rank": {k: outside_of(best, k) for k in RANKS if k <= len(best)},
-                "error_by_source": {name: outside_of(own, rank) for name, own in rows.items()},
-                "error_by_iterations": {n: outside_of(own, rank) for n, own in powers.items()},
-                "stable_rank": {
-                    "gradients": float(unprotected_stable_rank(gradients)),
-                    "residuals": float(unprotected_stable_rank(outside)),
-                    "anchors": float(unprotected_stable_rank(spanning)),
-                },
-            }
-        )
+        gradients = matrix(gradients_of(carry[0], test))
+        found.append({"step": step} | _measure_at(key, gradients, anchors, setting.rank))
         advance(1)
     return found
+
+
+def _measure_at(
+    key: jax.Array, gradients: jax.Array, anchors: dict[str, jax.Array], rank: int
+) -> dict[str, dict[Any, float]]:
+    """At one checkpoint; the first of the anchors are those of the training."""
+    spanning = next(iter(anchors.values()))
+    rows = {name: _rows(key, own) for name, own in anchors.items()}
+    best = next(iter(rows.values()))
+    powers = {1: best} | {n: _rows(key, spanning, n) for n in (2, 4)}
+
+    def error(basis: jax.Array, most: int) -> float:
+        return float(unprotected_projection_error(basis[:most], gradients))
+
+    matrices = {"gradients": gradients, "residuals": residuals(best[:rank], gradients)}
+    return {
+        "error_by_rank": {k: error(best, k) for k in RANKS if k <= len(best)},
+        "error_by_source": {name: error(own, rank) for name, own in rows.items()},
+        "error_by_iterations": {n: error(own, rank) for n, own in powers.items()},
+        "stable_rank": {
+            name: float(unprotected_stable_rank(own))
+            for name, own in (matrices | {"anchors": spanning}).items()
+        },
+    }
