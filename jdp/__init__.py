@@ -6,9 +6,11 @@ See `README.md` for a first run, and each function's docstring for its guarantee
 import importlib.metadata
 
 from jdp import accounting as accounting
+from jdp import public_data as public_data
 from jdp import relu_regression as relu_regression
 from jdp import sampling as sampling
 from jdp import subspace as subspace
+from jdp.adam import scale_by_adam_corrected as scale_by_adam_corrected
 from jdp.adaptive import dp_aggregate_adaptive as dp_aggregate_adaptive
 from jdp.aggregate import dp_aggregate as dp_aggregate
 from jdp.aggregate import privatize as privatize

@@ -51,9 +51,9 @@ def check_divisor(batch_size: float) -> float:
     )
 
 
-def check_aggregate(params: Params | None, update: PyTree) -> None:
+def check_aggregate(params: Params | None, update: PyTree, name: str = "updates") -> None:
     """Check that an aggregated update fits the parameters (None stands for a frozen leaf)."""
-    _compare(params, update, 0)
+    _compare(params, update, 0, name)
 
 
 def check_per_example(

@@ -22,8 +22,9 @@ from jdp.aggregate import (
 from jdp.anchors import PublicGradients
 from jdp.clipping import ClippedSum, Clipper, bounded_factors, shrink
 from jdp.gradients import clipped_grad
+from jdp.moving_subspace import MovingSubspace
 from jdp.noise import add_noise, adjacency_of, step_key
-from jdp.subspace import Bases, allocate_rank, lift, project, public_bases
+from jdp.subspace import Bases, lift, project
 
 NoiseSplit = Literal["equal", "optimal"]
 
@@ -236,21 +237,16 @@ def gep(
     check_clip_norms(clip_norms)
     check_finite_clip(clip_norms, noise_multiplier)
     _check.choice("noise_split", noise_split, ("equal", "optimal"))
-    _check.boolean("warm_start", warm_start)
     _check.boolean("joint_clip", joint_clip)
-    _check.integer("rank", rank, at_least=1, remedy="It is the dimension of the subspace.")
-    _check.integer("refresh_every", refresh_every, at_least=1, remedy="The paper uses 1.")
-    _check.integer("power_iterations", power_iterations, at_least=1, remedy="The paper uses 1.")
-    _check.number("whitening", whitening, at_least=0, at_most=1, remedy="0 is the paper's GEP.")
-    if not callable(public_gradients):
-        _check.fail(
-            "public_gradients",
-            "a function (params, key) -> per-example gradients",
-            public_gradients,
-            "Make it with jdp.random_label_gradients(loss, public_images, num_classes=...).",
-            TypeError,
-        )
-
+    subspace = MovingSubspace(
+        rank,
+        public_gradients,
+        groups=groups,
+        refresh_every=refresh_every,
+        power_iterations=power_iterations,
+        warm_start=warm_start,
+        whitening=whitening,
+    )
     if loss is None and (microbatch_size is not None or trainable is not None):
         _check.fail(
             "loss",
@@ -260,28 +256,7 @@ def gep(
         )
 
     def init_fn(params: Params) -> SubspaceState:
-        anchors = jax.eval_shape(public_gradients, params, key)
-        check_per_example(params, anchors, "public_gradients(params, key)")
-        labels = _tree.group_labels(groups, anchors)
-        leaves, structure = jax.tree.flatten(anchors)
-        sizes = [
-            sum(math.prod(leaf.shape[1:]) for leaf in group)
-            for group in _tree.leaves_by_group(anchors, labels)
-        ]
-        ranks = allocate_rank(rank, sizes, leaves[0].shape[0])
-        dtypes = [
-            jnp.result_type(*(_tree.wide_dtype(leaf.dtype) for leaf in group))
-            for group in _tree.leaves_by_group(anchors, labels)
-        ]
-        start_keys = jax.random.split(step_key(key, "start", jnp.zeros((), int)), len(leaves))
-        start = [
-            jax.random.normal(leaf_key, (ranks[label], *leaf.shape[1:]), dtypes[label])
-            for leaf_key, leaf, label in zip(start_keys, leaves, labels, strict=True)
-        ]
-        # Not orthonormal yet; step 0 always refreshes.
-        weights = tuple(map(jnp.ones, ranks, dtypes)) if whitening else None
-        bases = Bases(jax.tree.unflatten(structure, start), labels, weights)
-        return SubspaceState(*initial_state(key), bases)
+        return SubspaceState(*initial_state(key), subspace.start(key, params))
 
     def update_fn(
         updates: PyTree,
@@ -294,27 +269,7 @@ def gep(
         del extra
         if loss is None or params is None:
             check_per_example(params, updates)
-        old = state.bases
-        ranks = {
-            label: rows.shape[0]
-            for label, rows in zip(old.groups, jax.tree.leaves(old.rows), strict=True)
-        }
-
-        def refresh() -> Bases:
-            return public_bases(
-                step_key(state.key, "sketch", state.step),
-                public_gradients(params, step_key(state.key, "labels", state.step)),
-                [ranks[group] for group in sorted(ranks)],
-                old.groups,
-                iterations=power_iterations,
-                start=old if warm_start else None,
-                whitening=whitening,
-            )
-
-        if refresh_every == 1:
-            bases = refresh()
-        else:
-            bases = jax.lax.cond(state.step % refresh_every == 0, refresh, lambda: old)
+        bases = subspace.at(state.key, state.step, params, state.bases)
         clipper = clip_in_subspace(
             bases, clip_norms, noise_split=noise_split, joint_clip=joint_clip
         )

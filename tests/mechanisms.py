@@ -4,14 +4,18 @@ import dataclasses
 import functools
 import itertools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from checks import BATCH, Clip, Door
 from strategies import GROUPS, PARAMS, SHAPES, SIZE, span, tree_of
 
 import jdp
+from jdp import public_data
 from jdp.adaptive import clip_and_count
 from jdp.glmtron import Descent, clipped_sum
 from jdp.subspace import Bases, bases_from_rows
@@ -37,6 +41,19 @@ def in_subspace(s1, s2, get_bases=bases, **options):
     return lambda unit: jdp.clip_in_subspace(
         get_bases(), (s1 * unit, None if s2 is None else s2 * unit), **options
     )
+
+
+KEPT_AT = np.flatnonzero(np.arange(SIZE) % 3)
+KEPT = tree_of(np.isin(np.arange(SIZE), KEPT_AT), bool)
+WEIGHTS = tree_of(np.geomspace(0.1, 30, SIZE))
+
+
+def sparsified(make):
+    return lambda unit: public_data.clip_sparsified(make(unit), KEPT)
+
+
+def preconditioned(unit):
+    return public_data.clip_preconditioned(jdp.clip_by_norm(unit), WEIGHTS)
 
 
 def by_bookkeeping(clipper, floats_per_product=None):
@@ -122,6 +139,9 @@ CLIPS = (
     Clip("subspace-joint", in_subspace(1.0, 0.2, joint_clip=True)),
     Clip("subspace-weighted", in_subspace(1.0, 0.2, weighted_bases), limit=False),
     Clip("subspace-biased", in_subspace(1.0, None), limit=False),
+    Clip("sparsified", sparsified(jdp.clip_by_norm), limit=False),
+    Clip("sparsified-subspace", sparsified(in_subspace(1.0, 0.2)), limit=False),
+    Clip("preconditioned", preconditioned, limit=False),
 )
 
 
@@ -224,6 +244,45 @@ def _optimal(s1, k, s2, p):
     return s1 * ((a + d) / a) ** 0.5, s2 * ((a + d) / d) ** 0.5
 
 
+class Chained(NamedTuple):
+    """The state of an `optax.chain`, with the number of the step where the checks look for it."""
+
+    step: jax.Array
+    states: Any
+
+
+def followed_by(name, make_after, whiten):
+    """DP-SGD with a transformation after the noise."""
+
+    def make(key, noise_multiplier, **options):
+        tx = optax.chain(
+            jdp.dp_aggregate(
+                jdp.clip_by_norm(0.8), noise_multiplier, batch_size=BATCH, key=key, **options
+            ),
+            make_after(key),
+        )
+
+        def update_fn(updates, state, params=None, **extra):
+            updates, states = tx.update(updates, state.states, params, **extra)
+            return updates, Chained(state.step + 1, states)
+
+        init_fn = lambda params: Chained(jnp.zeros((), jnp.int32), tx.init(params))  # noqa: E731
+        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+    return Door(name, make, whiten)
+
+
+def white_kept(update, before, after):
+    """Whiten what is kept."""
+    return white(0.8)(update, before, after)[KEPT_AT]
+
+
+def white_projected(update, before, after):
+    """Whiten the coordinates in the subspace."""
+    del before
+    return dense(after.states[1].bases) @ vector(update) * BATCH / 0.8
+
+
 COUNT_STD = 0.6
 GRADIENT_SCALE = (1 - (2 * COUNT_STD) ** -2) ** -0.5  # what is left of noise multiplier 1
 
@@ -252,6 +311,20 @@ DOORS = (
         white_gep(lambda state: bases(), ROOT2, 0.2 * ROOT2),
         in_subspace(math.inf, math.inf)(1.0),
         bound=1.2,
+    ),
+    aggregate("sparsified", sparsified(jdp.clip_by_norm)(0.8), white_kept),
+    aggregate("preconditioned", preconditioned(0.8), white(0.8)),
+    followed_by(
+        "mixed",
+        lambda key: public_data.mix_public(
+            0.25, lambda params, key: jax.tree.map(jnp.zeros_like, params), key=key
+        ),
+        white(0.25 * 0.8),
+    ),
+    followed_by(
+        "projected",
+        lambda key: public_data.project_updates(rank=5, public_gradients=anchors, key=key),
+        white_projected,
     ),
     Door(
         "adaptive",

@@ -22,7 +22,14 @@ TABLE = {
     "_uses": set(),
     "bookkeeping": BASE | {"_uses", "clipping"},
     "anchors": BASE | {"gradients"},
-    "embedding": BASE | CORE | {"aggregate", "anchors", "gradients", "subspace"},
+    "moving_subspace": BASE | {"noise", "aggregate", "anchors", "subspace"},
+    "embedding": BASE | CORE | {"aggregate", "anchors", "gradients", "moving_subspace", "subspace"},
+    # Public data: clippers that act before the clip, transformations that act after the noise.
+    "preconditioning": BASE | {"clipping"},
+    "projection": BASE | {"aggregate", "anchors", "moving_subspace", "subspace"},
+    "mirror_descent": BASE | {"noise", "aggregate", "gradients"},
+    "public_data": {"mirror_descent", "preconditioning", "projection"},
+    "adam": BASE | {"aggregate"},
     # The host rooms know nothing of gradients.
     "_accountants": {"_typing", "_check"},
     "accounting": {"_typing", "_check", "_accountants"},

@@ -9,6 +9,7 @@ from checks import ALL, BATCH
 from strategies import PARAMS, ROWS, flat, rows, tree_of
 
 import jdp
+from jdp import public_data
 
 WEIGHTS = jax.tree.map(lambda leaf: leaf + 1, PARAMS)
 MASK = jnp.asarray(ALL)
@@ -36,7 +37,18 @@ def _update(tx, updates, **extra):
     return tx.update(updates, tx.init(WEIGHTS), WEIGHTS, **extra)[0]
 
 
-BEFORE_PRIVATIZE = {
+def _public(params, key):
+    return jax.tree.map(lambda leaf: jax.random.normal(key, (5, *leaf.shape)), params)
+
+
+AFTER_THE_NOISE = {
+    "mix_public": public_data.mix_public(0.5, lambda params, key: params, key=jax.random.key(1)),
+    "project_updates": public_data.project_updates(
+        rank=3, public_gradients=_public, key=jax.random.key(1)
+    ),
+    "scale_by_adam_corrected": jdp.scale_by_adam_corrected(0.1, floor=1e-6),
+}
+BEFORE_PRIVATIZE = AFTER_THE_NOISE | {
     "scale": optax.scale(0.5),
     "scale_by_learning_rate": optax.scale_by_learning_rate(0.1),
     "scale_by_schedule": optax.scale_by_schedule(lambda step: 0.5),
@@ -175,6 +187,12 @@ def test_before_aggregate_is_caught(updates, error, match):
         _update(_aggregate(), updates(), mask=MASK)
 
 
+@pytest.mark.parametrize("name", AFTER_THE_NOISE)
+def test_before_aggregate_what_acts_after_the_noise_is_caught(name):
+    with pytest.raises(ValueError, match="shape"):
+        _update(optax.chain(AFTER_THE_NOISE[name], _aggregate()), _batch(), mask=MASK)
+
+
 @pytest.mark.parametrize("name", ["sm3", "adaptive_grad_clip"])
 def test_before_aggregate_fails_in_the_transformation(name):
     before = {"sm3": optax.scale_by_sm3(), "adaptive_grad_clip": optax.adaptive_grad_clip(0.1)}
@@ -256,10 +274,6 @@ def test_before_aggregate_is_not_caught_and_remembers(name):
 KEY = jax.random.key(0)
 
 
-def anchors(params, key):
-    return jax.tree.map(lambda leaf: jax.random.normal(key, (5, *leaf.shape)), params)
-
-
 def gep(**options):
     defaults = {
         "rank": 3,
@@ -267,7 +281,7 @@ def gep(**options):
         "noise_multiplier": 1.0,
         "batch_size": 4,
         "key": KEY,
-        "public_gradients": anchors,
+        "public_gradients": _public,
     }
     return jdp.gep(**defaults | options)
 
@@ -285,6 +299,29 @@ def anchors_of(**options):
     defaults = {"images": jnp.ones((3, 2)), "num_classes": 2}
     return jdp.random_label_gradients(lambda p, e: 0.0, **defaults | options)
 
+
+def mix(mixing=0.5, gradient=lambda params, key: params, **options):
+    return public_data.mix_public(mixing, gradient, **{"key": KEY} | options)
+
+
+def projection(**options):
+    defaults = {"rank": 3, "public_gradients": _public, "key": KEY}
+    return public_data.project_updates(**defaults | options)
+
+
+def corrected(std=0.1, floor=1e-6, **options):
+    return jdp.scale_by_adam_corrected(std, floor=floor, **options)
+
+
+def coordinates(key=KEY, rate=0.5):
+    return public_data.random_coordinates(key, WEIGHTS, rate)
+
+
+def weighted(make, weights):
+    return make(jdp.clip_by_norm(1.0), weights)(_batch(), MASK)
+
+
+sparsified, preconditioned = public_data.clip_sparsified, public_data.clip_preconditioned
 
 ARGUMENTS = {
     "key int": (lambda: aggregate(key=0), TypeError, "key"),
@@ -332,6 +369,48 @@ ARGUMENTS = {
     "target_quantile": (lambda: adaptive(target_quantile=1.0), ValueError, "target_quantile"),
     "clip_learning_rate": (lambda: adaptive(clip_learning_rate=0), ValueError, "clip_learning"),
     "initial_clip_norm": (lambda: adaptive(initial_clip_norm=0), ValueError, "initial_clip"),
+    "rate": (lambda: coordinates(rate=1.5), ValueError, "rate"),
+    "rate text": (lambda: coordinates(rate="half"), TypeError, "rate"),
+    "key coordinates": (lambda: coordinates(0), TypeError, "key"),
+    "clipper sparsified": (lambda: sparsified(1.0, WEIGHTS), TypeError, "clipper"),
+    "clipper preconditioned": (lambda: preconditioned(1.0, WEIGHTS), TypeError, "clipper"),
+    "kept structure": (lambda: weighted(sparsified, {"a": True}), ValueError, "kept"),
+    "kept shape": (lambda: weighted(sparsified, _batch()), ValueError, r"kept\['a'\]"),
+    "weights": (lambda: weighted(preconditioned, WEIGHTS["a"]), ValueError, "preconditioner"),
+    "floor": (lambda: public_data.inverse_root(WEIGHTS, floor=0.0), ValueError, "floor"),
+    "mixing": (lambda: mix(-0.1), ValueError, "mixing"),
+    "mixing text": (lambda: mix("cosine"), TypeError, "mixing"),
+    "public gradient": (lambda: mix(gradient=WEIGHTS), TypeError, "public_gradient"),
+    "public gradient per example": (
+        lambda: _update(mix(gradient=_public), WEIGHTS),
+        ValueError,
+        r"public_gradient\(params, key\)",
+    ),
+    "key mix": (lambda: mix(key=None), TypeError, "key"),
+    "cosine steps": (lambda: public_data.cosine_mixing(0), ValueError, "steps"),
+    "public batch_size": (
+        lambda: public_data.mean_gradient(lambda p, e: 0.0, jnp.ones(3), batch_size=0),
+        ValueError,
+        "batch_size",
+    ),
+    "public loss": (lambda: public_data.mean_gradient(1, jnp.ones(3)), TypeError, "loss"),
+    "rank projection": (lambda: projection(rank=0), ValueError, "rank"),
+    "key projection": (lambda: projection(key=0), TypeError, "key"),
+    "anchors projection": (lambda: projection(public_gradients=1), TypeError, "public_gradients"),
+    "params projection": (
+        lambda: projection().update(WEIGHTS, projection().init(WEIGHTS)),
+        ValueError,
+        "params",
+    ),
+    "noise_std": (lambda: corrected(0.0), ValueError, "noise_std"),
+    "noise_std of a leaf": (lambda: corrected({"a": -1.0}), ValueError, "noise_std"),
+    "noise_std structure": (
+        lambda: _update(corrected({"a": 0.1}), WEIGHTS),
+        ValueError,
+        "noise_std",
+    ),
+    "floor of Adam": (lambda: corrected(floor=0.0), ValueError, "floor"),
+    "b2": (lambda: corrected(b2=1.0), ValueError, "b2"),
     "count_noise_std": (lambda: adaptive(count_noise_std=0.5), ValueError, "count_noise_std"),
 }
 

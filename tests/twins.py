@@ -14,7 +14,7 @@ import optax
 from checks import BATCH, Clip, Door
 
 import jdp
-from jdp import _tree, subspace
+from jdp import _tree, public_data, subspace
 from jdp.clipping import HEADROOM
 
 
@@ -185,6 +185,44 @@ def basis_from_private_gradients(unit):
     return clipper
 
 
+def sparsified_by_size(unit):
+    """The coordinates that are largest in the private batch, instead of random ones."""
+
+    def clipper(per_example, mask):
+        total = _sum(per_example, jnp.ones(len(mask)), mask)
+        kept = jax.tree.map(lambda leaf: jnp.abs(leaf) >= jnp.median(jnp.abs(leaf)), total)
+        return public_data.clip_sparsified(jdp.clip_by_norm(unit), kept)(per_example, mask)
+
+    return clipper
+
+
+sparsified_with_less_noise = scaled_by(
+    mechanisms.sparsified(jdp.clip_by_norm),
+    math.sqrt(2 / 3),  # the fraction that is kept
+)
+
+
+def preconditioned_after_the_clip(unit):
+    def clipper(per_example, mask):
+        clipped = jdp.clip_by_norm(unit)(per_example, mask)
+        parts = jax.tree.map(jnp.multiply, clipped.parts[0], mechanisms.WEIGHTS)
+        return dataclasses.replace(clipped, parts=(parts,))
+
+    return clipper
+
+
+def preconditioned_by_private_gradients(unit):
+    """AdaDPS whose second moments are those of the private batch."""
+
+    def clipper(per_example, mask):
+        squares = jax.tree.map(jnp.square, per_example)
+        v = _sum(squares, jnp.ones(len(mask)), mask)
+        weights = public_data.inverse_root(v, floor=1e-3)
+        return public_data.clip_preconditioned(jdp.clip_by_norm(unit), weights)(per_example, mask)
+
+    return clipper
+
+
 # Broken doors ----------------------------------------------------------------------------------
 
 
@@ -330,6 +368,16 @@ TWINS = {
     "basis from private gradients": (
         invariant(["normal"]),
         Clip("", basis_from_private_gradients),
+    ),
+    "sparsified by size": (invariant(["normal"]), Clip("", sparsified_by_size)),
+    "less noise where sparsified": (invariant(["huge"]), Clip("", sparsified_with_less_noise)),
+    "preconditioned after the clip": (
+        invariant(["normal", "huge"]),
+        Clip("", preconditioned_after_the_clip),
+    ),
+    "preconditioned by private gradients": (
+        invariant(["huge"]),
+        Clip("", preconditioned_by_private_gradients),
     ),
     "half the noise": (checks.check_noise_scale, door("", half_noise)),
     "noise for the mean on the sum": (checks.check_noise_scale, door("", noise_scaled_by_batch)),
