@@ -12,6 +12,14 @@ import optax
 
 import jdp
 from experiments._run import Keys
+from jdp.public_data import (
+    clip_preconditioned,
+    cosine_mixing,
+    inverse_root,
+    mean_gradient,
+    mix_public,
+    project_updates,
+)
 
 # What each method knows of the public examples.
 METHODS = {
@@ -19,16 +27,21 @@ METHODS = {
     "dp-sgd": "none",
     "b-gep": "features, random labels",
     "gep": "features, random labels",
+    "projected": "features, random labels",
+    "adadps": "features, random labels",
+    "pda-dpmd": "features, TRUE labels",
     "public-only": "features, TRUE labels",
 }
 PRIVATE = tuple(name for name in METHODS if name not in ("non-private", "public-only"))
-IN_SUBSPACE = ("b-gep", "gep")
+WITH_LOSS = ("b-gep", "gep")  # take examples in place of gradients
+IN_SUBSPACE = (*WITH_LOSS, "projected")
 REFRESH_EVERY = 20  # steps between two subspaces
 RESIDUAL = 0.2  # clip norm of gep's residual over that of its embedding, as in the paper
+FLOOR = 1e-3  # of adadps, added to the root of a second moment
 
 
 class Data(NamedTuple):
-    """Arrays of one split; features (examples, d + 1), of which the last is 1 for the bias."""
+    """Arrays of one split; features (examples, d + 1), with one for the bias."""
 
     train: jax.Array
     train_labels: jax.Array
@@ -44,6 +57,7 @@ class Setting(NamedTuple):
     learning_rate: float
     clip_norm: float | None = None
     rank: int | None = None
+    horizon: int | None = None  # of pda-dpmd, over the steps: when the private weight reaches 0
 
 
 class Knobs(NamedTuple):
@@ -56,19 +70,22 @@ class Knobs(NamedTuple):
 
 def grid(method: str, classes: int) -> list[Setting]:
     """The settings that are tried: sixteen a method, or one a learning rate where nothing clips."""
-    rates = (0.003, 0.01, 0.03, 0.1)
+    rates = (0.03, 0.06, 0.12, 0.24)
     if method not in PRIVATE:
         return [Setting(rate) for rate in rates]
     if method in IN_SUBSPACE:
-        pairs = [(clip, each * classes) for clip in (0.5, 1.0) for each in (10, 30)]
+        pairs = [(clip, each * classes) for clip in (0.25, 0.5) for each in (30, 100)]
         return [Setting(rate, clip, rank) for rate in rates for clip, rank in pairs]
-    return [Setting(rate, clip) for rate in rates for clip in (0.25, 0.5, 1.0, 2.0)]
+    if method == "pda-dpmd":
+        pairs = [(clip, horizon) for clip in (0.25, 0.5) for horizon in (1, 4)]
+        return [Setting(rate, clip, horizon=own) for rate in rates for clip, own in pairs]
+    return [Setting(rate, clip) for rate in rates for clip in (0.125, 0.25, 0.5, 1.0)]
 
 
 def loss(params, example):
     """Cross-entropy of ONE example; params are blocks of columns of a matrix (d + 1, classes)."""
     features, label = example
-    logits = features @ matrix(params)
+    logits = jnp.concatenate([features @ own for own in params])
     return optax.softmax_cross_entropy_with_integer_labels(logits, label)
 
 
@@ -84,7 +101,7 @@ def zeros(rows: int, classes: int, groups: int) -> list[jax.Array]:
 
 def make_train(
     method: str,
-    rank: int | None,
+    setting: Setting,
     sampler: Any,
     batch_size: int,
     steps: int,
@@ -98,7 +115,7 @@ def make_train(
 
     Args:
       method: one of `METHODS`.
-      rank: dimension of the subspace over all classes, or None.
+      setting: of which only the rank and the horizon matter here.
       sampler: of the plan; `batch_size` and `steps` are its own.
       batch_size: expected number of examples a step.
       steps: number of steps.
@@ -114,39 +131,57 @@ def make_train(
         adam = optax.adam(optax.cosine_decay_schedule(knobs.learning_rate, steps))
         if method == "public-only":
             return adam
-        return optax.chain(private(data, keys, knobs), adam)
+        return optax.chain(*private(data, keys, knobs), adam)
 
-    def private(data: Data, keys: Keys, knobs: Knobs):
+    def private(data: Data, keys: Keys, knobs: Knobs) -> list[Any]:
         if method == "non-private":
-            return jdp.privatize(0.0, batch_size=batch_size, key=keys.noise)
+            return [jdp.privatize(0.0, batch_size=batch_size, key=keys.noise)]
         common: dict[str, Any] = {"noise_multiplier": knobs.noise_multiplier}
         common |= {"batch_size": batch_size, "key": keys.noise, "adjacency": "zero-out"}
-        if method not in IN_SUBSPACE:
-            return jdp.privatize(**common)
-        common |= {"rank": rank, "loss": loss, "groups": list(range(groups))}
-        common["public_gradients"] = jdp.random_label_gradients(
-            loss, data.public, num_classes=classes
-        )
-        common |= {"refresh_every": REFRESH_EVERY, "warm_start": True}
+        subspace: dict[str, Any] = {"rank": setting.rank, "groups": list(range(groups))}
+        subspace |= {"public_gradients": anchors(data, classes)}
+        subspace |= {"refresh_every": REFRESH_EVERY, "warm_start": True}
         if method == "b-gep":
-            return jdp.biased_gep(clip_norm=knobs.clip_norm, **common)
-        return jdp.gep(clip_norms=(knobs.clip_norm, RESIDUAL * knobs.clip_norm), **common)
+            return [jdp.biased_gep(clip_norm=knobs.clip_norm, loss=loss, **subspace, **common)]
+        if method == "gep":
+            clip_norms = (knobs.clip_norm, RESIDUAL * knobs.clip_norm)
+            return [jdp.gep(clip_norms=clip_norms, loss=loss, **subspace, **common)]
+        if method == "projected":
+            return [jdp.privatize(**common), project_updates(key=keys.init, **subspace)]
+        if method == "pda-dpmd":
+            gradient = mean_gradient(loss, (data.public, data.public_labels))
+            mixing = cosine_mixing(steps * (setting.horizon or 1))
+            return [jdp.privatize(**common), mix_public(mixing, gradient, key=keys.init)]
+        return [jdp.privatize(**common)]
+
+    def clipper(params, index, data: Data, keys: Keys, knobs: Knobs):
+        if method == "non-private":
+            return jdp.clip_by_norm(np.inf)
+        inner = jdp.clip_by_norm(knobs.clip_norm)
+        if method != "adadps":
+            return inner
+        gradients = anchors(data, classes)(params, jax.random.fold_in(keys.init, index))
+        moments = jax.tree.map(lambda leaf: jnp.mean(leaf**2, axis=0), gradients)
+        weights = inverse_root(moments, floor=FLOOR)
+        # Public gradients keep their mean square, so that clip norms mean what they mean elsewhere.
+        squares = [jax.tree.map(lambda v, d: v * d**2, moments, weights), moments]
+        before, after = (sum(map(jnp.sum, tree)) for tree in squares[::-1])
+        scale = jnp.sqrt(before / after)
+        return clip_preconditioned(inner, jax.tree.map(lambda d: d * scale, weights))
 
     def step(index, carry, data: Data, keys: Keys, knobs: Knobs):
         params, state = carry
         extra = {}
         if method == "public-only":
-            losses = jax.vmap(loss, in_axes=(None, 0))
-            public = (data.public, data.public_labels)
-            gradient = jax.grad(lambda params: losses(params, public).mean())(params)
+            gradient = mean_gradient(loss, (data.public, data.public_labels))(params, keys.init)
         else:
             rows, mask = sampler.batch(keys.sampling, index)
             batch = (data.train[rows], data.train_labels[rows])
-            if method in IN_SUBSPACE:
-                gradient, extra = batch, {"mask": mask}  # the loss is with gep
+            if method in WITH_LOSS:
+                gradient, extra = batch, {"mask": mask}
             else:
-                norm = np.inf if method == "non-private" else knobs.clip_norm
-                gradient = jdp.clipped_grad(loss, jdp.clip_by_norm(norm))(params, batch, mask=mask)
+                own = clipper(params, index, data, keys, knobs)
+                gradient = jdp.clipped_grad(loss, own)(params, batch, mask=mask)
         updates, state = transformation(data, keys, knobs).update(gradient, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
@@ -176,6 +211,11 @@ def make_train(
     return train
 
 
+def anchors(data: Data, classes: int):
+    """Gradients of the public examples under random labels, as a function of (params, key)."""
+    return jdp.random_label_gradients(loss, data.public, num_classes=classes)
+
+
 @jax.jit
 def _accuracy(params, data: Data) -> jax.Array:
     return jnp.mean((data.test @ matrix(params)).argmax(1) == data.test_labels)
@@ -189,10 +229,11 @@ def unprotected_share_outside(
     As a share of their squared norm, over the first `rows` private examples.
     """
     params = zeros(data.train.shape[1], classes, groups)
-    anchors = jdp.random_label_gradients(loss, data.public, num_classes=classes)
     ranks = jdp.allocate_rank(rank, [leaf.size for leaf in params], len(data.public))
     key = jax.random.key(0)
-    bases = jdp.subspace.public_bases(key, anchors(params, key), ranks, tuple(range(groups)))
+    bases = jdp.subspace.public_bases(
+        key, anchors(data, classes)(params, key), ranks, tuple(range(groups))
+    )
     batch = (data.train[:rows], data.train_labels[:rows])
     gradients = jdp.per_example_grad(loss)(params, batch)
     inside = sum(jnp.sum(part**2) for part in jdp.subspace.project(bases, gradients))

@@ -10,6 +10,9 @@ public images (the table says so):
   dp-sgd        clipped and noised gradients
   b-gep         only the part in the subspace of public gradients
   gep           that part, and separately the rest, clipped at a fifth
+  projected     dp-sgd, of whose noisy gradients only the part in the subspace is kept
+  adadps        gradients divided by the public gradients' root mean square, before the clip
+  pda-dpmd      dp-sgd, mixed with the gradient of the public images WITH their labels
   public-only   the public images WITH their labels and nothing else: the floor
 
 Protocol: for every budget each private method tries the same number of settings, once each, on the
@@ -150,12 +153,13 @@ def check_data(args: Args, features: Features):
 def split(features: Features, num_public: int, validation: int) -> Data:
     """The data, tested on the test part, or on the last `validation` private examples if not 0.
 
-    Features are scaled to length 1, example by example, which needs no statistics of the data.
+    Every example gets one more feature, 1, for the bias, and is then scaled to length 1, which
+    needs no statistics of the data.
     """
 
     def scaled(x: np.ndarray) -> np.ndarray:
-        unit = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
-        return np.concatenate([unit, np.ones((len(x), 1), np.float32)], axis=1)
+        x = np.concatenate([x, np.ones((len(x), 1), np.float32)], axis=1)
+        return x / np.linalg.norm(x, axis=1, keepdims=True)
 
     order = np.random.RandomState(0).permutation(len(features.test))
     public, rest = order[:num_public], order[num_public:]
@@ -235,7 +239,7 @@ class Study:
         return rows
 
     def _all(self, stage: str, method: str, runs: list[tuple[Any, Setting, int]]) -> dict[Any, Any]:
-        """Results by run; those that are missing are computed, compiled once for each rank."""
+        """Results by run; those that are missing are computed, compiled as rarely as can be."""
         args, results, missing = self.args, {}, []
         for run in runs:
             epsilon, setting, repeat = run
@@ -253,10 +257,10 @@ class Study:
         with _run.progress(f"{stage} {method}", max(1, len(missing)) * args.steps) as advance:
             for run, piece, config in missing:
                 epsilon, setting, repeat = run
-                program = (stage, method, setting.rank)
+                program = (stage, method, setting.rank, setting.horizon)
                 if program not in self.programs:
                     rest = (sampler, args.batch_size, args.steps, self.classes, args.groups)
-                    self.programs[program] = make_train(method, setting.rank, *rest)
+                    self.programs[program] = make_train(method, setting, *rest)
                 noise = 0.0 if epsilon is None else float(plans[epsilon].noise_multiplier)
                 knobs = Knobs(noise, setting.learning_rate, setting.clip_norm or 0.0)
                 keys = _run.keys(args.seed, repeat)
@@ -267,11 +271,14 @@ class Study:
     def share_outside(self) -> dict[str, float]:
         """By rank, how much of the private gradients lies outside of the public subspace."""
         ranks = {s.rank for method in METHODS for s in grid(method, self.classes) if s.rank}
-        measure = _probe_methods.unprotected_share_outside
-        data = self.data["tune"]
-        return {
-            str(rank): measure(data, rank, self.classes, self.args.groups) for rank in sorted(ranks)
-        }
+        config = self.shared | {"ranks": sorted(ranks)}
+        found = self.folder.get("share outside", config)
+        if found is None:
+            data, rest = self.data["tune"], (self.classes, self.args.groups)
+            measure = _probe_methods.unprotected_share_outside
+            found = {str(rank): measure(data, rank, *rest) for rank in sorted(ranks)}
+            found = self.folder.put("share outside", config, found)
+        return found
 
     def statement(self, epsilon: float) -> str:
         """The privacy statement of one run of one private method."""
