@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jdp import _tree
@@ -34,7 +33,8 @@ TABLE_MARGIN = 1e-5
 # its Gram form takes; beyond it memory, not arithmetic, would set the pace.
 FLOATS_PER_PRODUCT = 4
 _SMALL_TABLE = 2**14  # entries; a look-up table that is also multiplied with is then written out
-_PATCHES = 2**23  # bytes of patches at a time: about what stays in a CPU's caches
+# Bytes of patches at a time: about what stays in one core's cache, more where there are many.
+_PATCHES = {"cpu": 2**20, "gpu": 2**28, "tpu": 2**28}
 _CHUNK = 128  # outer products that one contraction adds in an order of its own
 _TINY = 1e-30
 _FEW_CHUNKS = 4  # whose sums are held side by side; more are added one after the other
@@ -77,22 +77,16 @@ def _patches(use: Use, x: Float[Array, "n ..."]) -> Float[Array, "n T a"]:
     kernel = [use.weight.shape[i] for i in numbers.rhs_spec[2:]]
     counts = [use.output.shape[i] for i in numbers.out_spec[2:]]
     strides, dilations = params["window_strides"], params["rhs_dilation"]
-    windows = []
-    for place in np.ndindex(*kernel):
-        starts = [i * dilation for i, dilation in zip(place, dilations, strict=True)]
-        stops = [
-            start + (count - 1) * stride + 1
-            for start, count, stride in zip(starts, counts, strides, strict=True)
+    # Axis by axis, from the last: each time few slices, of ever longer runs of memory.
+    for axis in reversed(range(len(kernel))):
+        count, stride, dilation = counts[axis], strides[axis], dilations[axis]
+        starts = [i * dilation for i in range(kernel[axis])]
+        windows = [
+            jax.lax.slice_in_dim(x, start, start + (count - 1) * stride + 1, stride, axis + 2)
+            for start in starts
         ]
-        windows.append(
-            jax.lax.slice(
-                x,
-                [0, 0, *starts, 0],
-                [*x.shape[:2], *stops, x.shape[-1]],
-                [1, 1, *strides, 1],
-            )
-        )
-    return jnp.stack(windows, axis=-2).reshape(x.shape[0], -1, use.size[0])
+        x = jnp.stack(windows, axis=len(kernel) + 2)
+    return x.reshape(x.shape[0], -1, use.size[0])
 
 
 def factors_of(use: Use, x: Array, d: Array) -> Factors:
@@ -227,7 +221,7 @@ def _written_by_patches(use: Use, x: Array, d: Array) -> Float[Array, "n a b"] |
         x, d = pair
         return _outer_products([factors_of(use, x[None], d[None])], use.size)[0]
 
-    at_a_time = max(1, _PATCHES // (4 * positions * sum(use.size)))
+    at_a_time = max(1, _PATCHES[jax.default_backend()] // (4 * positions * sum(use.size)))
     chunks = -(-d.shape[0] // at_a_time)
     return jax.lax.map(of_one, (x, d), batch_size=-(-d.shape[0] // chunks))
 

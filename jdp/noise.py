@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int
 
-from jdp import _check, _tree
+from jdp import _check, _normal, _tree
 from jdp._typing import Adjacency, Key, PyTree, Scalar
 from jdp.clipping import ClippedSum
 
@@ -50,27 +50,21 @@ def secure_key() -> Key:
 
 
 def _gaussian(key: Key, leaves: list[Array]) -> list[Array]:
-    """Return standard normal noise for each leaf, float32 or wider.
+    """Return standard normal noise like each leaf, float32 or wider.
 
-    One float32 draw has only 2^23 values, so a coordinate that nobody contributed to could be told
-    by its value being one of them. Two draws are therefore returned, on a leading axis, to be
-    scaled and added. One call for all leaves compiles much faster than one a leaf.
+    One call for all leaves compiles much faster than one a leaf.
     """
     dtype = max((leaf.dtype for leaf in leaves), key=lambda dtype: dtype.itemsize)
     ends = list(itertools.accumulate(leaf.size for leaf in leaves))
-    draws = jax.random.normal(key, (2, ends[-1]), dtype) * 0.5**0.5
-    return [
-        part.reshape(2, *leaf.shape)
-        for part, leaf in zip(jnp.split(draws, ends[:-1], axis=1), leaves, strict=True)
-    ]
+    noise = jnp.split(_normal.sum_of_two(key, ends[-1], dtype), ends[:-1])
+    return [part.reshape(leaf.shape) for part, leaf in zip(noise, leaves, strict=True)]
 
 
-def _add(leaf: Array, draws: Array, noise_multiplier: Scalar, scale: Scalar) -> Array:
+def _add(leaf: Array, noise: Array, noise_multiplier: Scalar, scale: Scalar) -> Array:
     # Zero times an infinite scale (an unclipped sum) means no noise. Anything else that is not
     # finite stays so: NaN noise destroys the release, which is safe.
-    std = jnp.where(noise_multiplier == 0, 0, noise_multiplier * scale).astype(draws.dtype)
-    one, two = draws * std
-    return leaf + (one + two)
+    std = jnp.where(noise_multiplier == 0, 0, noise_multiplier * scale).astype(noise.dtype)
+    return leaf + noise * std
 
 
 _TAGS = {"noise": 0x6E6F6973, "labels": 0x6C61626C, "sketch": 0x736B6574}
@@ -157,8 +151,8 @@ def add_noise(
     leaves, structure = jax.tree.flatten(clipped_sum.parts)
     leaves = [_tree.wide(leaf) for leaf in leaves]
     noised = [
-        _add(leaf, draws, noise_multiplier, scale)
-        for leaf, draws, scale in zip(leaves, _gaussian(key, leaves), scales, strict=True)
+        _add(leaf, noise, noise_multiplier, scale)
+        for leaf, noise, scale in zip(leaves, _gaussian(key, leaves), scales, strict=True)
     ]
     return clipped_sum.combine(jax.tree.unflatten(structure, noised))
 

@@ -13,6 +13,8 @@ from jaxtyping import Array, Float
 from jdp import _check, _tree
 from jdp._typing import Key, Params, PerExample, PyTree
 
+_MOST_PASSES = 7  # of Cholesky QR
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -77,17 +79,14 @@ def lift(bases: Bases, coordinates: Sequence[Float[Array, "*n k_g"]]) -> PyTree:
     )
 
 
-def _gram_error(rows: Float[Array, "k p"]) -> Float[Array, ""]:
-    return jnp.linalg.norm(_matmul(rows, rows.T) - jnp.eye(rows.shape[0], dtype=rows.dtype))
-
-
 def orthonormalize(key: Key, rows: Float[Array, "k p"]) -> Float[Array, "k p"]:
     """Return orthonormal rows with the span of `rows`, completed at random where it is deficient.
 
     Shifted Cholesky QR (Fukaya et al. 2020), whose cost is matrix products. Rows are normalised,
     and a random matrix at rounding level is added: then even a rank-deficient or zero matrix has
-    full rank, and each shifted pass enlarges its small directions about a thousandfold. The result
-    is checked, and Householder QR takes over if it is off by more than 1e-4.
+    full rank, and each shifted pass enlarges its small directions about a thousandfold. Passes end
+    when the rows are orthonormal to rounding (after two or three for a warm start); Householder QR
+    takes over where seven leave them off by more than 1e-4 in Frobenius norm.
 
     Args:
       key: a typed key; it decides the completion only.
@@ -97,18 +96,30 @@ def orthonormalize(key: Key, rows: Float[Array, "k p"]) -> Float[Array, "k p"]:
     norms = jnp.linalg.norm(rows, axis=1, keepdims=True)
     usable = jnp.isfinite(norms) & (norms > 0)
     unit = jnp.where(usable, rows / jnp.where(usable, norms, 1), 0)
-    full = unit + 1e-7 / p**0.5 * jax.random.normal(key, rows.shape, rows.dtype)
-    result, eye = full, jnp.eye(k, dtype=rows.dtype)
-    for shift in (1e-6, 1e-6, 1e-6, 0.0):
-        gram = _matmul(result, result.T)
-        factor = jnp.linalg.cholesky(gram + shift * jnp.trace(gram) * eye)
+    # A random Toeplitz matrix has full rank and needs p + k draws only.
+    draws = 1e-7 / p**0.5 * jax.random.normal(key, (p + k,), rows.dtype)
+    full = unit + jax.vmap(lambda i: jax.lax.dynamic_slice(draws, (i,), (p,)))(jnp.arange(k))
+    eye = jnp.eye(k, dtype=rows.dtype)
+
+    def gram_of(rows: Array) -> tuple[Array, Array]:
+        gram = _matmul(rows, rows.T)
+        return gram, jnp.linalg.norm(gram - eye)
+
+    def is_off(carry: tuple) -> Array:
+        count, _, (_, error) = carry
+        return (count < _MOST_PASSES) & ~(error < 1e-6 * k**0.5)
+
+    def one_pass(carry: tuple) -> tuple:
+        count, rows, (gram, error) = carry
+        # Without a shift only once all eigenvalues are near 1.
+        shift = jnp.where(error < 0.5, 0, 1e-6) * jnp.trace(gram)
+        factor = jnp.linalg.cholesky(gram + shift * eye)
         inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
-        result = _matmul(inverse, result)
-    return jax.lax.cond(
-        _gram_error(result) < 1e-4,
-        lambda: result,
-        lambda: jnp.linalg.qr(full.T)[0].T,
-    )
+        rows = _matmul(inverse, rows)
+        return count + 1, rows, gram_of(rows)
+
+    _, result, (_, error) = jax.lax.while_loop(is_off, one_pass, (0, full, gram_of(full)))
+    return jax.lax.cond(error < 1e-4, lambda: result, lambda: jnp.linalg.qr(full.T)[0].T)
 
 
 def _scaled(anchors: Float[Array, "m p"]) -> Float[Array, "m p"]:

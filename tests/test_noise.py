@@ -2,13 +2,16 @@ import pathlib
 import re
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 from checks import ALL
 from strategies import PARAMS
 
 import jdp
+from jdp import _normal
 from jdp._typing import NoiseMultiplier
 from jdp.noise import step_key
 
@@ -141,10 +144,40 @@ def test_noise_is_drawn_in_one_place_only():
         if (text := path.read_text())
     }
     assert {name: count for name, count in draws.items() if count} == {
-        "noise.py": 1,
+        "_normal.py": 1,
         "subspace.py": 2,
-        "embedding.py": 1,
+        "moving_subspace.py": 1,
     }
+    users = {path.name for path in package.glob("*.py") if "_normal." in path.read_text()}
+    assert users == {"noise.py"}
+
+
+@pytest.mark.parametrize("seed, count", [(0, 1), (7, 4097)])
+def test_threefry_is_that_of_jax(seed, count):
+    key, counter = jax.random.key(seed), jnp.arange(count, dtype=jnp.uint32)
+    one, two = _normal.threefry(key, jnp.zeros_like(counter), counter)
+    np.testing.assert_array_equal(one ^ two, jax.random.bits(key, (count,), jnp.uint32))
+    expected = jax.extend.random.threefry2x32_p.bind(
+        *jax.random.key_data(key), counter + 1, counter
+    )
+    for word, other in zip(_normal.threefry(key, counter + 1, counter), expected, strict=True):
+        np.testing.assert_array_equal(word, other)
+
+
+@pytest.mark.parametrize("impl, dtype", [("threefry2x32", jnp.float32), ("rbg", jnp.float32)])
+def test_normal_values(impl, dtype):
+    # Both halves of the sum, and both words of one block, are independent: variance and law fit.
+    keys = jax.random.split(jax.random.key(3, impl=impl), 64)
+    draws = np.stack([_normal.sum_of_two(key, 1024, jnp.dtype(dtype)) for key in keys])
+    assert scipy.stats.kstest(draws.ravel(), "norm").pvalue > 1e-3
+    neighbours = np.mean(draws[:, 1:] * draws[:, :-1])
+    assert abs(neighbours) < 5 / draws.size**0.5
+
+
+def test_counters_go_on_beyond_a_chunk(monkeypatch, key):
+    monkeypatch.setattr(_normal, "_PER_CHUNK", 100)
+    draws = _normal.sum_of_two(key, 250, jnp.dtype(jnp.float32))
+    assert draws.shape == (250,) and len(np.unique(draws)) == 250
 
 
 def test_pair_of_doors_agree(key):
