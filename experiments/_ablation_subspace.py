@@ -103,7 +103,7 @@ def measure(
         spanning, best = next(iter(anchors.values())), next(iter(rows.values()))
         rank = setting.rank
 
-        def error(rows, most, gradients=gradients):
+        def projection_error(rows, most, gradients=gradients) -> float:
             return float(unprotected_projection_error(rows[:most], gradients))
 
         powers = {n: _rows(key, spanning, n) for n in (1, 2, 4)}
@@ -111,9 +111,14 @@ def measure(
         found.append(
             {
                 "step": step,
-                "error_by_rank": {k: error(best, k) for k in RANKS if k <= len(best)},
-                "error_by_source": {name: error(own, rank) for name, own in rows.items()},
-                "error_by_iterations": {n: error(own, rank) for n, own in powers.items()},
+                "error_by_rank": {k: projection_error(best, k) for k in RANKS if k <= len(best)},
+                "error_by_source": {
+                    name: projection_error(own, rank) for name, own in rows.items()
+                },
+                "error_by_iterations": {
+                    n: projection_error(own, rank)
+                    for n, own in powers.items()  # pyright: ignore[reportGeneralTypeIssues]
+                },
                 "stable_rank": {
                     "gradients": float(unprotected_stable_rank(gradients)),
                     "residuals": float(unprotected_stable_rank(outside)),

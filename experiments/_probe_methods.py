@@ -150,7 +150,7 @@ def make_train(
             return [jdp.privatize(**common), project_updates(key=keys.init, **subspace)]
         if method == "pda-dpmd":
             gradient = mean_gradient(loss, (data.public, data.public_labels))
-            mixing = cosine_mixing(steps * (setting.horizon or 1))
+            mixing: Any = cosine_mixing(steps * (setting.horizon or 1))
             return [jdp.privatize(**common), mix_public(mixing, gradient, key=keys.init)]
         return [jdp.privatize(**common)]
 
@@ -171,6 +171,7 @@ def make_train(
 
     def step(index, carry, data: Data, keys: Keys, knobs: Knobs):
         params, state = carry
+        gradient: Any
         extra = {}
         if method == "public-only":
             gradient = mean_gradient(loss, (data.public, data.public_labels))(params, keys.init)
