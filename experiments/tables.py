@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments import _speed_tables
+from experiments import _ablation_report, _speed_tables
+from experiments._methods import Setting, public_data
 from experiments._relu_report import by_cell
 from experiments._run import read_json
 
@@ -22,8 +23,8 @@ def table(summary: dict[str, Any]) -> str:
     lines = [
         f"`{summary['provenance']['command']}`",
         "",
-        "| method | test accuracy | epsilon spent | noise multiplier | seconds |",
-        "| --- | --- | --- | --- | --- |",
+        "| method | test accuracy | epsilon spent | noise multiplier | public data | seconds |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for method, row in summary["methods"].items():
         accuracy = f"{100 * row['test_accuracy_mean']:.1f}"
@@ -33,8 +34,16 @@ def table(summary: dict[str, Any]) -> str:
             "-" if row[key] is None else f"{row[key]:.3f}"
             for key in ("epsilon_spent", "noise_multiplier")
         )
-        lines.append(f"| {method} | {accuracy} | {epsilon} | {noise} | {row['seconds']:.0f} |")
+        cells = (method, accuracy, epsilon, noise, _public(summary, method))
+        lines.append(f"| {' | '.join(cells)} | {row['seconds']:.0f} |")
     return "\n".join(lines) + "\n"
+
+
+def _public(summary: dict[str, Any], method: str) -> str:
+    """What a method read of public data; older summaries do not say so themselves."""
+    anchors = summary["shared"]["anchors"]
+    known = summary["methods"][method].get("public_data")
+    return known or public_data(method, Setting(), anchors, int(anchors.split()[0]))
 
 
 def relu_tables(summary: dict[str, Any]) -> str:
@@ -204,7 +213,7 @@ def tables() -> dict[str, str]:
     summaries = {
         path.parent.name: read_json(path) for path in sorted(RESULTS.glob("*/summary.json"))
     }
-    write = {"relu_regression": relu_tables}
+    write = {"relu_regression": relu_tables, "gep_ablation": _ablation_report.markdown}
     return {
         name: write.get(summary.get("experiment", ""), table)(summary)
         for name, summary in summaries.items()
