@@ -13,11 +13,13 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
+from experiments import _pate
 from experiments._run import Keys
 from experiments.datasets import Dataset
 from experiments.models import Model, stage_groups
 
 METHODS = ("non-private", "dp-sgd", "b-gep", "gep", "public-only", "class-means")
+OPTIONAL = ("pate",)  # run where asked for
 PLANNED = ("dp-sgd", "b-gep", "gep")  # these take many steps under one privacy budget
 
 
@@ -52,11 +54,24 @@ class Setting:
         return optax.piecewise_constant_schedule(self.learning_rate, change)
 
 
+@dataclasses.dataclass(frozen=True)
+class PateSetting(Setting):
+    """And what concerns `pate` alone; steps, batches and learning rate are of every network."""
+
+    steps: int = 300
+    batch_size: int = 64
+    learning_rate: float = 0.05
+    teachers: int = 250
+    queries: int = 500
+    threshold: float | None = None
+    answers: int | None = None
+
+
 class Budget(NamedTuple):
     """What a method may spend.
 
     Attributes:
-      plan: a `jdp.plan` for the methods in `PLANNED`, else None.
+      plan: a `jdp.plan` for the methods in `PLANNED`, or of votes for `pate`, else None.
       epsilon_spent: of one run; None is no bound at all.
       noise_multiplier: noise over joint sensitivity; None where no private data are used.
       statement: the privacy statement, for a method without a plan.
@@ -83,6 +98,17 @@ def budget(method: str, setting: Setting, size: int, epsilon: float, delta: floa
             f"ONE Gaussian\nrelease of noise multiplier {z:.6g}, exact accounting."
         )
         return Budget(None, spent, float(z), text)
+    if isinstance(setting, PateSetting):
+        plan = jdp.pate.plan_votes(
+            size,
+            setting.teachers,
+            setting.queries,
+            epsilon=epsilon,
+            delta=delta,
+            threshold=setting.threshold,
+            answers=setting.answers,
+        )
+        return Budget(plan, plan.epsilon, float(plan.noise_multiplier), "")
     plan = jdp.plan(
         num_examples=size,
         batch_size=setting.batch_size,
@@ -109,7 +135,7 @@ def make_run(
     """Prepare one method, compiled once for all its runs.
 
     Args:
-      method: one of `METHODS`.
+      method: one of `METHODS` or `OPTIONAL`.
       setting: its hyper-parameters.
       model: what is trained; `class-means` does not use it.
       data: private, public and test parts.
@@ -129,6 +155,8 @@ def make_run(
     if method == "class-means":
         return _class_means(setting, data, anchors, spend.noise_multiplier, shared)
     plan = spend.plan
+    if method == "pate":
+        return _pate.make_run(setting, model, data, anchors, plan)
     images, labels = data.train_images, data.train_labels
     if method == "public-only":
         images, labels = data.public_images, data.public_labels

@@ -134,7 +134,10 @@ def contestants(
         state = jax.jit(tx.init)(params)
         found[f"jdp {strategy}"] = Contestant(step, (params, state, batch))
         if parts and strategy == "book-keeping":
-            found |= _parts(gradient, tx, params, state, batch)
+            norms = jdp.unprotected_gradient_norms(
+                row.loss, trainable=None if row.trainable is None else row.trainable(params)
+            )
+            found |= _parts(row, norms, gradient, tx, params, state, batch)
     if "optax" in peers:
         aggregate = optax.contrib.differentially_private_aggregate(
             CLIP_NORM, z, key=jax.random.key(1)
@@ -148,7 +151,7 @@ def contestants(
     return found
 
 
-def _parts(gradient, tx, params, state, batch) -> dict[str, Contestant]:
+def _parts(row: Row, norms, gradient, tx, params, state, batch) -> dict[str, Contestant]:
     mask = jnp.ones(len(jax.tree.leaves(batch)[0]), bool)
 
     def clipped(params, batch):
@@ -161,6 +164,8 @@ def _parts(gradient, tx, params, state, batch) -> dict[str, Contestant]:
     total = jax.eval_shape(clipped, params, batch)
     total = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), total)
     return {
+        "its forward pass": Contestant(row.mean_loss, (params, batch)),
+        "its norms": Contestant(norms, (params, batch)),
         "its clipped sum": Contestant(clipped, (params, batch)),
         "its noise and update": Contestant(rest, (total, state, params)),
     }

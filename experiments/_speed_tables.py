@@ -77,6 +77,23 @@ def _ms(own: dict[str, Any]) -> str:
     return f"{1e3 * own['seconds']:,.{1 if own['seconds'] < 0.1 else 0}f} ms"
 
 
+def _stages(summary: dict[str, Any]) -> list[str]:
+    """Where a private step's time goes: each stage is what it adds to the one before."""
+    rows = []
+    for name, section in summary["models"].items():
+        found = _ratios(section, BASE)
+        if "its norms" not in found:
+            continue
+        forward, norms, total, rest = (
+            found[f"its {stage}"]["ratio"]
+            for stage in ("forward pass", "norms", "clipped sum", "noise and update")
+        )
+        parts = (forward, norms - forward, total - norms, rest)
+        rows.append([name, *(f"{part:.2f}" for part in parts)])
+    head = ["part of the non-private step", "forward", "backward and norms", "weighted sums"]
+    return _table([*head, "noise and update"], rows) if rows else []
+
+
 def markdown(summary: dict[str, Any]) -> str:
     """The tables for README.md."""
     lines = [f"`{summary['provenance']['command']}`", "", f"{summary['machine']}.", ""]
@@ -94,6 +111,7 @@ def markdown(summary: dict[str, Any]) -> str:
     head = ["network", "jdp", "its clipped sum", "jdp vmap", "jdp scan", "optax.contrib"]
     head += ["jax-privacy"]
     lines += _table([*head, "non-private step"], rows)
+    lines += ["", *_stages(summary)]
     if summary["opacus"]:
         rows = []
         for name, section in summary["opacus"].items():

@@ -10,6 +10,10 @@ Six methods side by side on real images:
   public-only   SGD on the public images WITH their labels, no private data: the floor
   class-means   one noisy release of the class means; no training at all
 
+and, only where it is asked for (it trains hundreds of networks; see `python -m experiments.pate`):
+
+  pate          teachers on disjoint private images label the public ones (Papernot et al. 2018)
+
 GEP uses the public images without their labels. The default data, 5,000 MNIST digits, come inside
 a Python package, so `python -m experiments.gep` needs no download. Results go to a folder
 (summary.json, report.txt, curves.png); a run that was interrupted is taken up where it stopped.
@@ -28,7 +32,16 @@ import jax
 import numpy as np
 
 from experiments import _run, datasets, models
-from experiments._methods import METHODS, PLANNED, Budget, Setting, budget, make_run
+from experiments._methods import (
+    METHODS,
+    OPTIONAL,
+    PLANNED,
+    Budget,
+    PateSetting,
+    Setting,
+    budget,
+    make_run,
+)
 from experiments._run import UsageError
 
 # mnist-5k: what `python -m experiments.search_gep` found for gep and dp-sgd on validation parts of
@@ -42,10 +55,12 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "b-gep": TUNED_GEP,
         "gep": TUNED_GEP,
         "public-only": {"steps": 300, "batch_size": 64, "learning_rate": 0.05},
+        "pate": {"steps": 100, "batch_size": 32, "queries": 50},  # for epsilon 1
     },
     "digits": {
         "non-private": {"steps": 600, "batch_size": 64},
         "public-only": {"steps": 600, "batch_size": 64},
+        "pate": {"steps": 100, "batch_size": 32, "teachers": 60, "queries": 50},
     },
 }
 # The paper's setting at epsilon 2 (50 epochs), for the larger data sets.
@@ -133,12 +148,21 @@ class Args:
     """Clip the two parts of gep together, which halves the variance of the noise."""
     components: int | None = None
     """Principal components for class-means."""
+    teachers: int | None = None
+    """Teachers of pate; the private images are shared out to them."""
+    queries: int | None = None
+    """Public images that pate's teachers are asked about."""
+    threshold: float | None = None
+    """Votes that an image needs for its label in pate; by default every query gets one."""
+    answers: int | None = None
+    """With --threshold: how many queries are answered at most."""
 
 
 def main(args: Args) -> dict[str, Any]:
     """Run the methods and return the summary."""
     if args.smoke:
         small = {"seeds": 1, "steps": 4, "epochs": None, "batch_size": 32, "rank": 8}
+        small |= {"teachers": 10, "queries": 20}
         args = dataclasses.replace(args, max_examples=200, **small)
     if not args.methods:
         public = args.num_public != 0
@@ -182,8 +206,9 @@ def main(args: Args) -> dict[str, Any]:
                 every = args.eval_every or max(1, own.steps // 20)
                 rest = budgets[method], every, args.devices
                 run = run or make_run(method, own, model, data, anchors, *rest)
-                steps = 1 if method == "class-means" else own.steps
-                with _run.progress(f"{method} {repeat + 1}/{args.seeds}", steps) as advance:
+                total = {"class-means": 1, "pate": getattr(own, "teachers", 0)}
+                total = total.get(method, own.steps)
+                with _run.progress(f"{method} {repeat + 1}/{args.seeds}", total) as advance:
                     result = run(_run.keys(args.seed, repeat), advance)
                 result = folder.put(*pieces[method, repeat], result)
             runs.append(result)
@@ -219,10 +244,12 @@ def main(args: Args) -> dict[str, Any]:
 
 def check(args: Args):
     """Refuse what can be refused before data is touched."""
-    unknown = [method for method in args.methods if method not in METHODS]
+    unknown = [method for method in args.methods if method not in METHODS + OPTIONAL]
     if unknown or len(set(args.methods)) < len(args.methods):
         got = " ".join(unknown or args.methods)
-        raise UsageError(f"--methods must be different ones of {' '.join(METHODS)}, but got {got}")
+        raise UsageError(
+            f"--methods must be different ones of {' '.join(METHODS + OPTIONAL)}, but got {got}"
+        )
     if not 0 < args.delta < 1:
         raise UsageError(f"--delta must lie between 0 and 1, but got {args.delta}")
     available = jax.device_count()
@@ -235,6 +262,7 @@ def check(args: Args):
         raise UsageError("give --steps or --epochs, not both")
     positive = ("epsilon", "seeds", "epochs", "steps", "batch_size", "clip_norm", "clip_norms")
     positive += ("learning_rate", "rank", "groups", "power_iterations", "refresh_every")
+    positive += ("teachers", "queries", "threshold", "answers")
     for key in (*positive, "components", "eval_every", "num_anchors", "max_examples"):
         value = getattr(args, key)
         values = value if isinstance(value, tuple) else (value,)
@@ -271,6 +299,8 @@ def check_settings(
             raise UsageError(f"--groups {own.groups} exceeds the {layers} layers of {model}")
         if method in ("gep", "b-gep") and own.rank > anchors * own.groups:
             raise UsageError(f"--rank {own.rank} exceeds what {anchors} anchors span")
+        if isinstance(own, PateSetting) and own.queries > anchors:
+            raise UsageError(f"--queries {own.queries} exceeds the {anchors} public images")
         if method == "class-means" and anchors < 2:
             raise UsageError(f"class-means needs 2 public images or more, but got {anchors}")
     if "public-only" in settings and not len(data.public_labels):
@@ -281,17 +311,18 @@ def check_settings(
 
 def setting(args: Args, method: str, size: int, model: str) -> Setting:
     """The hyper-parameters of a method: its defaults, then what was given on the command line."""
-    if args.dataset in DEFAULTS:
-        values = DEFAULTS[args.dataset].get(method, {})
+    kind = PateSetting if method == "pate" else Setting
+    if args.dataset in DEFAULTS or method == "pate":
+        values = DEFAULTS.get(args.dataset, {}).get(method, {})
     else:
         rank = 500 if args.dataset == "mnist" else 1_000
         batch = min(PAPER["batch_size"], max(1, size // 10))
         values = PAPER | {"batch_size": batch, "rank": rank}
         values["groups"] = min(values["groups"], models.LAYERS[model])
         values["steps"] = max(1, round(PAPER_EPOCHS * size / batch))
-    names = [field.name for field in dataclasses.fields(Setting) if field.name != "learning_rate"]
+    names = [field.name for field in dataclasses.fields(kind) if field.name != "learning_rate"]
     given = {name: getattr(args, name) for name in names}
-    own = Setting(**values)
+    own = kind(**values)
     own = dataclasses.replace(own, **{k: v for k, v in given.items() if v is not None})
     if args.epochs is not None:
         steps = round(args.epochs * size / own.batch_size)
@@ -306,9 +337,10 @@ def setting(args: Args, method: str, size: int, model: str) -> Setting:
 
 def statement(args: Args, method: str, own: Setting, spent: Budget) -> str:
     """The privacy statement of one run of a method."""
-    if method not in PLANNED:
+    if spent.plan is None:
         return spent.statement
     norms = {"dp-sgd": own.clip_norm, "gep": own.clip_norms, "b-gep": own.clip_norms[0]}
+    norms |= {"pate": "none: a teacher has one vote on each query"}
     images = f"{args.anchors} images without labels"
     return spent.plan.report(
         mechanism=method,
@@ -325,7 +357,7 @@ def search_statement(args: Args, method: str, own: Setting) -> str:
     """How the hyper-parameters came about, as far as this program knows."""
     if args.dataset != "mnist-5k":
         return "published or given by the user; how these were chosen is not known here"
-    if own == Setting(**DEFAULTS["mnist-5k"][method]):
+    if own == type(own)(**DEFAULTS["mnist-5k"].get(method, {})):
         return "chosen on a validation part of the private set"
     return "given by the user; how they were chosen is not known here"
 

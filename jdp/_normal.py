@@ -43,7 +43,7 @@ def _from_bits(bits: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
     return np.float32(2**0.5) * jax.lax.erf_inv(uniform)
 
 
-def sum_of_two(key: Key, count: int, dtype: jnp.dtype) -> Float[Array, " count"]:
+def sum_of_two(key: Key, stream: int, count: int, dtype: jnp.dtype) -> Float[Array, " count"]:
     """Return standard normal values, each the scaled sum of two independent draws.
 
     One float32 draw has only 2^23 values, so a coordinate that nobody contributed to could be told
@@ -52,15 +52,16 @@ def sum_of_two(key: Key, count: int, dtype: jnp.dtype) -> Float[Array, " count"]
 
     Args:
       key: one typed key.
+      stream: 0, 1, ..., 65,535: streams of one key are independent.
       count: how many.
       dtype: float32 or wider.
     """
     if dtype != jnp.float32 or str(jax.random.key_impl(key)) != "threefry2x32":
-        one, two = jax.random.normal(key, (2, count), dtype)
+        one, two = jax.random.normal(jax.random.fold_in(key, stream), (2, count), dtype)
         return (one + two) * np.sqrt(0.5).astype(dtype)
     chunks = []
-    for upper, start in enumerate(range(0, count, _PER_CHUNK)):
+    for chunk, start in enumerate(range(0, count, _PER_CHUNK)):
         lower = jnp.arange(min(count - start, _PER_CHUNK), dtype=jnp.uint32)
-        one, two = threefry(key, jnp.full_like(lower, upper), lower)
+        one, two = threefry(key, jnp.full_like(lower, 2**16 * chunk + stream), lower)
         chunks.append((_from_bits(one) + _from_bits(two)) * np.float32(0.5**0.5))
-    return jnp.concatenate(chunks)
+    return jnp.concatenate(chunks) if len(chunks) > 1 else chunks[0]

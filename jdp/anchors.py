@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from jdp import _check
 from jdp._typing import Key, Loss, Params, PerExample, PyTree
-from jdp.gradients import examples_that_fit, per_example_grad, prepare
+from jdp.gradients import examples_that_fit, in_parts, per_example_grad, prepare
 
 PublicGradients: TypeAlias = Callable[[Params, Key], PerExample]
 """`(params, key) -> per-example gradients` of public data, leaves of shape (m, ...)."""
@@ -64,11 +64,6 @@ def random_label_gradients(
         batch = (jax.lax.optimization_barrier(images), labels)
         free, loss_of = prepare(loss, params, batch, trainable)
         fit = microbatch_size or examples_that_fit(loss_of, free, batch, written=True)
-        if fit >= len(images):
-            return gradients(params, batch)
-        one = lambda example: jax.tree.map(  # noqa: E731
-            lambda leaf: leaf[0], gradients(params, jax.tree.map(lambda x: x[None], example))
-        )
-        return jax.lax.map(one, batch, batch_size=fit)
+        return in_parts(lambda part: gradients(params, part), batch, fit)
 
     return anchors

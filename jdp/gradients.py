@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,13 @@ from jaxtyping import Array, Float
 
 from jdp import _check, _tree, bookkeeping
 from jdp._typing import Loss, Mask, Params, PerExample, PyTree
-from jdp._uses import primitives
 from jdp.clipping import ClippedSum, Clipper, NormClipper
 
 Strategy: TypeAlias = Literal["auto", "book-keeping", "scan", "vmap"]
 
 # Bytes that a microbatch may hold if its size is not given: about what fits caches on a CPU (larger
-# microbatches were slower), and what keeps an accelerator busy. XLA's convolutions are three times
-# as slow in a loop on CPUs, so these are looped over for the sake of memory only.
-_WORKING_SET = {"cpu": 2**24, "cpu, convolutions": 2**28, "accelerator": 2**30}
+# microbatches were slower), and what keeps an accelerator busy.
+_WORKING_SET = {"cpu": 2**24, "accelerator": 2**30}
 
 
 def _partition(params: Params, trainable: PyTree | None) -> PyTree:
@@ -149,25 +147,43 @@ def examples_that_fit(loss: Loss, params: Params, batch: PyTree, *, written: boo
     def backward(params: Params, examples: PyTree) -> PyTree:
         return jax.vjp(lambda params: losses(params, examples), params)[1]
 
-    def examples(n: int) -> PyTree:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((n, *jnp.shape(leaf)[1:]), jnp.result_type(leaf)),
-            batch,
-        )
-
     one, two = (
         sum(
             leaf.size * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(jax.eval_shape(backward, params, examples(n)))
+            for leaf in jax.tree.leaves(jax.eval_shape(backward, params, _shapes(batch, n)))
         )
         for n in (1, 2)
     )
-    each = two - one + written * sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(params))
-    place = "accelerator"
-    if jax.default_backend() == "cpu":
-        used = primitives(jax.make_jaxpr(losses)(params, examples(1)))
-        place = "cpu, convolutions" if "conv_general_dilated" in used else "cpu"
-    return max(1, _WORKING_SET[place] // max(each, 1))
+    each, room = two - one, 1
+    if written:  # more at a time: what reads them (GEP's products) likes many rows
+        each += sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(params))
+        room = 4
+    place = "cpu" if jax.default_backend() == "cpu" else "accelerator"
+    return max(1, room * _WORKING_SET[place] // max(each, 1))
+
+
+def _shapes(batch: PyTree, n: int) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((n, *jnp.shape(leaf)[1:]), jnp.result_type(leaf)), batch
+    )
+
+
+def in_parts(fun: Callable[[PyTree], PyTree], batch: PyTree, at_a_time: int) -> PyTree:
+    """Return `fun(batch)`, whose results have the examples on their leading axis, part by part.
+
+    Args:
+      fun: of a batch; it treats every example by itself.
+      batch: n examples.
+      at_a_time: how many of them.
+    """
+    size = _leading_size(batch)
+    if at_a_time >= size:
+        return fun(batch)
+    steps = -(-size // at_a_time)
+    each = -(-size // steps)
+    rows = jnp.minimum(jnp.arange(steps * each), size - 1).reshape(steps, each)
+    found = jax.lax.map(lambda rows: fun(jax.tree.map(lambda leaf: leaf[rows], batch)), rows)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:size], found)
 
 
 def per_example_grad(
@@ -206,9 +222,27 @@ def per_example_grad(
 
     def gradients(params: Params, batch: PyTree) -> PerExample:
         free, loss_of = prepare(loss, params, batch, trainable)
-        return jax.vmap(jax.grad(loss_of), in_axes=(None, 0))(free, batch)
+        return _written_out(loss_of, free, batch)
 
     return gradients
+
+
+def _written_out(loss: Loss, params: Params, batch: PyTree) -> PerExample:
+    """Return `vmap(grad(loss))`, computed in parts that stay in caches."""
+    meshes = _meshes((params, batch))
+    if _leading_size(batch) == 0 or any(mesh.explicit_axes for mesh in meshes):
+        return jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
+
+    def of_some(examples: PyTree) -> PerExample:
+        return bookkeeping.per_example_gradients(loss, params, examples)
+
+    if any(mesh.size > 1 for mesh in meshes):  # each device has its part already
+        return of_some(batch)
+    return in_parts(of_some, batch, examples_that_fit(loss, params, batch, written=False))
+
+
+def _meshes(tree: PyTree) -> list[Any]:
+    return [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree)]
 
 
 def unprotected_gradient_norms(
@@ -243,8 +277,13 @@ def unprotected_gradient_norms(
         if not _leading_size(batch):
             return jnp.zeros(0)
         units = [1.0] * len(jax.tree.leaves(free))
-        leaves = bookkeeping.gradients(loss_of, free, batch, units)
-        return jnp.sqrt(sum(gradient.square for gradient, _ in leaves))
+
+        def of_some(examples: PyTree) -> Float[Array, " m"]:
+            leaves = bookkeeping.gradients(loss_of, free, examples, units)
+            return jnp.sqrt(sum(gradient.square for gradient, _ in leaves))
+
+        fit = examples_that_fit(loss_of, free, batch, written=False)
+        return in_parts(of_some, batch, fit)
 
     return norms
 
@@ -268,7 +307,8 @@ def clipped_grad(
       clipper: for example `jdp.clip_by_norm(1.0)`. It may close over traced values (an adaptive
         clip norm, GEP bases) when this is called inside the step.
       microbatch_size: how many examples to work on at a time. By default as many as 16 MiB hold on
-        a CPU (256 MiB with convolutions), 1 GiB elsewhere, and all of them under "vmap". A batch
+        a CPU and 1 GiB elsewhere, four times that where gradients are written out, and all of them
+        under "vmap". A batch
         that it does not divide is padded and masked.
       strategy: "book-keeping" computes norms and clipped sums from one forward and one backward
         pass without per-example gradients (`jdp.bookkeeping`; clippers of norms only, that is
@@ -318,7 +358,7 @@ def clipped_grad(
         _tree.num_examples(jnp.zeros(size), mask, name="batch")
         mask = jnp.asarray(mask)
         free, loss_of = prepare(loss, params, batch, trainable)
-        meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((params, batch))]
+        meshes = _meshes((params, batch))
         devices = max((mesh.size for mesh in meshes), default=1) or 1
         explicit = any(mesh.explicit_axes for mesh in meshes)
         if explicit and (microbatch_size is not None or strategy in ("book-keeping", "scan")):
@@ -328,13 +368,12 @@ def clipped_grad(
                 strategy,
                 "Make the mesh with axis_types=(jax.sharding.AxisType.Auto,): that is faster too.",
             )
-        written_out = jax.vmap(jax.grad(loss_of), in_axes=(None, 0))
 
         def sum_of(batch: PyTree, mask: Mask) -> ClippedSum:
             books = strategy in ("auto", "book-keeping") and mask.shape[0] > 0 and not explicit
             if books and isinstance(clipper, NormClipper):
                 return bookkeeping.clipped_sum(loss_of, clipper, free, batch, mask)
-            return clipper(written_out(free, batch), mask)
+            return clipper(_written_out(loss_of, free, batch), mask)
 
         if size == 0 or (microbatch_size is None and (strategy == "vmap" or explicit)):
             return sum_of(batch, mask)

@@ -49,15 +49,26 @@ def secure_key() -> Key:
     return jax.random.wrap_key_data(jnp.asarray(entropy))
 
 
+_LARGE = 2**16  # entries of a leaf that gets a stream of its own
+
+
 def _gaussian(key: Key, leaves: list[Array]) -> list[Array]:
     """Return standard normal noise like each leaf, float32 or wider.
 
-    One call for all leaves compiles much faster than one a leaf.
+    The noise of a large leaf is computed where it is added. Small leaves share one stream: one
+    call for all compiles much faster than one a leaf.
     """
     dtype = max((leaf.dtype for leaf in leaves), key=lambda dtype: dtype.itemsize)
-    ends = list(itertools.accumulate(leaf.size for leaf in leaves))
-    noise = jnp.split(_normal.sum_of_two(key, ends[-1], dtype), ends[:-1])
-    return [part.reshape(leaf.shape) for part, leaf in zip(noise, leaves, strict=True)]
+    small = [i for i, leaf in enumerate(leaves) if leaf.size < _LARGE]
+    ends = list(itertools.accumulate(leaves[i].size for i in small))
+    noise: dict[int, Array] = {}
+    if small:
+        shared = _normal.sum_of_two(key, 0, ends[-1], dtype)
+        noise.update(zip(small, jnp.split(shared, ends[:-1]), strict=True))
+    for i, leaf in enumerate(leaves):
+        if i not in noise:
+            noise[i] = _normal.sum_of_two(key, len(noise) + 1, leaf.size, dtype)
+    return [noise[i].reshape(leaf.shape) for i, leaf in enumerate(leaves)]
 
 
 def _add(leaf: Array, noise: Array, noise_multiplier: Scalar, scale: Scalar) -> Array:

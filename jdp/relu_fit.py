@@ -20,17 +20,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jdp import _check, _tree
+from jdp import _check
 from jdp._typing import Key, PyTree, Scalar
-from jdp.glmtron import Average, Descent, Gradient, clipped_sum, predict
+from jdp.glmtron import Average, Descent, Gradient, Records, clipped_sum, predict, records
 from jdp.noise import add_noise
 from jdp.one_visit import DisjointBlocks, PointPlan, plan_blocks
 from jdp.planning import TrainingPlan
 from jdp.sampling import PoissonSampling
 from jdp.thresholds import FixedThreshold, PrivateThreshold, PublicThreshold, Threshold
 from jdp.tree_aggregation import climb, initial_tree
-
-Data: TypeAlias = tuple[Float[Array, "n d"], Float[Array, " n"]]
 
 
 class Fit(NamedTuple):
@@ -98,35 +96,38 @@ def fit(
     _check.typed_key("key", key)
     _check_data(x, y, plan, start, threshold)
     check_threshold(plan, threshold)
-    x, y = _tree.wide(x), _tree.wide(y)
-    start = jnp.zeros(x.shape[1], x.dtype) if start is None else jnp.asarray(start, x.dtype)
+    data = records(x, y, descent)
+    like = data.x[0]
+    start = jnp.zeros_like(like) if start is None else jnp.asarray(start, like.dtype)
     noise_key, sampling_key = jax.random.split(key)
     program = _blocks if isinstance(plan.sampler, DisjointBlocks) else _poisson
-    step, memory = program(noise_key, sampling_key, (x, y), plan, threshold, descent)
+    step, memory = program(noise_key, sampling_key, data, plan, threshold, descent)
 
     def one(carry: Any, t: Int[Array, ""]) -> Any:
-        w, memory = carry
+        w, mean, memory = carry
         gradient, s, memory = step(t, w, memory)
         w = w - rates[t].astype(w.dtype) * gradient.astype(w.dtype)
         norm = jnp.linalg.norm(w)
         w = jnp.where(norm > descent.radius, w * (descent.radius / norm), w)
-        return (w, memory), (w, s)
+        return (w, mean + shares[t].astype(w.dtype) * w, memory), (w, s)
 
-    rates = descent.rates(plan.steps)
-    _, (path, thresholds) = jax.lax.scan(one, (start, memory), jnp.arange(plan.steps))
-    return Fit(descent.mean(path), path, thresholds)
+    rates, shares = descent.rates(plan.steps), descent.shares(plan.steps)
+    carry = start, jnp.zeros_like(start), memory  # so a path that nobody reads costs nothing
+    (_, mean, _), (path, thresholds) = jax.lax.scan(one, carry, jnp.arange(plan.steps))
+    return Fit(mean, path, thresholds)
 
 
 Step: TypeAlias = Callable[[Any, Array, PyTree], tuple[Array, Scalar, PyTree]]
 
 
-def _poisson(noise_key, sampling_key, data: Data, plan, threshold, descent) -> tuple[Step, PyTree]:
-    x, y = data
-
+def _poisson(
+    noise_key, sampling_key, data: Records, plan, threshold, descent
+) -> tuple[Step, PyTree]:
     def step(t, w, memory):
         rows, mask = plan.batch(sampling_key, t)
         s = _public(threshold, w)
-        total = clipped_sum(w, x[rows], y[rows], mask, s, descent, descent.is_true(t, plan.steps))
+        true = descent.is_true(t, plan.steps)
+        total = clipped_sum(w, data.take(rows), mask, s, descent, true)
         key = jax.random.fold_in(noise_key, t)
         total = add_noise(key, total, plan.noise_multiplier, adjacency=plan.adjacency)
         return total / plan.batch_size, s, memory
@@ -134,9 +135,10 @@ def _poisson(noise_key, sampling_key, data: Data, plan, threshold, descent) -> t
     return step, ()
 
 
-def _blocks(noise_key, sampling_key, data: Data, plan, threshold, descent) -> tuple[Step, PyTree]:
+def _blocks(
+    noise_key, sampling_key, data: Records, plan, threshold, descent
+) -> tuple[Step, PyTree]:
     sampler: DisjointBlocks = plan.sampler
-    x, y = data
     per_pass, every = sampler.steps_per_epoch, sampler.threshold_every
     whole = sampler.batch_size == sampler.num_examples
     passes = 1 if whole else -(-plan.steps // per_pass)
@@ -145,8 +147,8 @@ def _blocks(noise_key, sampling_key, data: Data, plan, threshold, descent) -> tu
     z = plan.noise_multiplier * (math.sqrt(sampler.releases) if own else 1)
     ones = jnp.ones(sampler.batch_size, bool)
 
-    def read(rows: Array) -> Data:
-        return data if whole else (x[rows], y[rows])
+    def read(rows: Array) -> Records:
+        return data if whole else data.take(rows)
 
     def step(t, w, memory):
         s, tree = memory
@@ -160,22 +162,23 @@ def _blocks(noise_key, sampling_key, data: Data, plan, threshold, descent) -> tu
             noise = 1 / plan.epsilon if pure else z
 
             def fresh():
-                xs, ys = read(lookup) if own else (x[lookup], y[lookup])
-                magnitudes = jnp.abs(predict(w, xs) - ys)
+                found = read(lookup) if own else data.take(lookup)
+                magnitudes = jnp.abs(predict(w, found.x) - found.y)
                 mask = jnp.ones(magnitudes.shape[0], bool)
                 return threshold.choose(threshold_key, magnitudes, mask, noise, plan.adjacency)
 
             s = fresh() if every == 1 else jax.lax.cond(position % every == 0, fresh, lambda: s)
         else:
             s = _public(threshold, w)
-        total = clipped_sum(w, *read(rows), ones, s, descent, descent.is_true(t, plan.steps))
+        true = descent.is_true(t, plan.steps)
+        total = clipped_sum(w, read(rows), ones, s, descent, true)
         if sampler.release == "tree":
             total, tree = climb(gradient_key, t, total, tree, z, plan.adjacency)
         else:
             total = add_noise(gradient_key, total, z, adjacency=plan.adjacency)
         return total / sampler.batch_size, s, (s, tree)
 
-    tree = initial_tree(sampler.releases, x[0]) if sampler.release == "tree" else ()
+    tree = initial_tree(sampler.releases, data.x[0]) if sampler.release == "tree" else ()
     return step, (jnp.float32(0), tree)
 
 

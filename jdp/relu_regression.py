@@ -10,6 +10,7 @@ from typing import Any
 from jdp.glmtron import Descent as Descent
 from jdp.glmtron import clipped_sum as clipped_sum
 from jdp.glmtron import predict as predict
+from jdp.glmtron import records as records
 from jdp.one_visit import DisjointBlocks as DisjointBlocks
 from jdp.one_visit import one_visit_event as one_visit_event
 from jdp.one_visit import plan_blocks as plan_blocks

@@ -12,9 +12,10 @@ $$ \varepsilon = \ln\Bigl(1 + A\,\frac{1 - e^{-\varepsilon_0}}{1 + e^{-\varepsil
 if $\varepsilon_0 \le \ln(n / (16 \ln(4/\delta_1)))$. For Gaussian randomisers
 $\delta = \delta_1 + (e^\varepsilon + 1)(1 + e^{\varepsilon_0}/2)\, n \delta_0$, if $\delta_0 \le
 (1 - e^{-\varepsilon_0}) \delta_1 / (4 e^{\varepsilon_0} (2 + \ln(2/\delta_1) / \ln(1/(1 -
-e^{-5 \varepsilon_0}))))$. Published code has $e^{\pm\varepsilon_0}/2$ in the first; the larger is
-used here. The side condition is the one step that was not checked against the paper's text, which
-is why `shuffling` is off by default.
+e^{-5 \varepsilon_0}))))$. Both are checked (`most_local_delta`): where no $\varepsilon_0$ fulfils
+them the bound is infinite, and not used. Published code has $e^{\pm\varepsilon_0}/2$ in the first;
+the larger is used here. The side condition binds for z below about 4; it is the one formula here
+that was written from memory of the paper, which is why `shuffling` is off by default.
 """
 
 import math
@@ -48,23 +49,33 @@ def shuffled_epsilon(noise_multiplier: float, *, delta: float, num_examples: int
     z = float(_check.number("noise_multiplier", noise_multiplier, above=0, remedy=remedy))
     _check.delta(delta)
     n = _check.integer("num_examples", num_examples, at_least=1, remedy=_REMEDY)
-    delta_1 = delta / 2
     log_delta_0 = lambda eps: _accountants.gaussian_log_delta(eps, 1 / z)  # noqa: E731
-
-    def slack(eps_0: float) -> float:  # of the two conditions on delta_0; rises with eps_0
-        epsilon = _clones(eps_0, delta_1, n)
-        share = (delta - delta_1) / ((math.exp(epsilon) + 1) * (1 + math.exp(eps_0) / 2) * n)
-        steps = 2 + math.log(2 / delta_1) / -math.log1p(-math.exp(-5 * eps_0))
-        side = -math.expm1(-eps_0) * delta_1 / (4 * math.exp(eps_0) * steps)
-        return math.log(min(share, side)) - log_delta_0(eps_0)
-
-    low, high = 1e-6, math.log(n / (16 * math.log(4 / delta_1)))
+    slack = lambda eps: math.log(most_local_delta(eps, delta, n)) - log_delta_0(eps)  # noqa: E731
+    low, high = 1e-6, math.log(n / (16 * math.log(8 / delta)))
     if high <= low or slack(high) < 0:
         return math.inf
-    if slack(low) >= 0:
-        return _clones(low, delta_1, n)
-    eps_0 = float(optimize.brentq(slack, low, high, xtol=1e-12)) + 1e-11  # pyright: ignore
-    return _clones(eps_0, delta_1, n) if slack(eps_0) >= 0 else math.inf
+    eps_0 = low
+    if slack(low) < 0:  # the least that fulfils the conditions: slack rises
+        eps_0 = float(optimize.brentq(slack, low, high, xtol=1e-12)) + 1e-11  # pyright: ignore
+    return _clones(eps_0, delta / 2, n) if slack(eps_0) >= 0 else math.inf
+
+
+def most_local_delta(eps_0: float, delta: float, num_examples: int) -> float:
+    r"""The largest $\delta_0$ of each step with which the bound holds: the module's two conditions.
+
+    Half of `delta` is $\delta_1$; the other half is what the steps' own $\delta_0$ may add up to.
+
+    Args:
+      eps_0: of each step, > 0.
+      delta: of the whole pass.
+      num_examples: n.
+    """
+    delta_1 = delta / 2
+    epsilon = _clones(eps_0, delta_1, num_examples)
+    added = (math.exp(epsilon) + 1) * (1 + math.exp(eps_0) / 2) * num_examples
+    clones = 2 + math.log(2 / delta_1) / -math.log1p(-math.exp(-5 * eps_0))
+    side = -math.expm1(-eps_0) * delta_1 / (4 * math.exp(eps_0) * clones)
+    return min((delta - delta_1) / added, side)
 
 
 def calibrate_shuffled(

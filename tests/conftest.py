@@ -23,19 +23,21 @@ def strict_promotion(request):
         yield
 
 
-# Here compiling takes longer than running. XLA's optimisations are on for the clippers, and for
-# one door and the recipe in test_devices.py.
+# Here compiling takes longer than running. XLA's optimisations are on for the clippers, for
+# book-keeping on fixed models, and for one door and the recipe in test_devices.py.
 UNOPTIMIZED = ("test_adaptive", "test_aggregate", "test_embedding", "test_gradients")
 UNOPTIMIZED += ("test_interop", "test_misuse", "test_speed", "test_subspace", "test_twins")
 UNOPTIMIZED += ("test_relu_regression", "test_relu_estimator", "test_thresholds")
-UNOPTIMIZED += ("test_relu_study", "test_one_visit", "test_public_data")
-UNOPTIMIZED += ("test_linear_probe",)
+UNOPTIMIZED += ("test_relu_study", "test_one_visit", "test_bookkeeping_scans")
+UNOPTIMIZED += ("test_public_data", "test_linear_probe")
+UNOPTIMIZED += ("test_pate", "test_experiments_pate")
+UNOPTIMIZED_TESTS = ("test_door", "test_random_models")
 
 
 @pytest.fixture(autouse=True)
 def quick_compilation(request):
     module = request.module.__name__.split(".")[-1]
-    quick = module.startswith(UNOPTIMIZED) or request.node.name.startswith("test_door")
+    quick = module.startswith(UNOPTIMIZED) or request.node.name.startswith(UNOPTIMIZED_TESTS)
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

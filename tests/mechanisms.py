@@ -17,7 +17,8 @@ from strategies import GROUPS, PARAMS, SHAPES, SIZE, span, tree_of
 import jdp
 from jdp import public_data
 from jdp.adaptive import clip_and_count
-from jdp.glmtron import Descent, clipped_sum
+from jdp.glmtron import Descent, clipped_sum, records
+from jdp.pate import most_votes, vote_sum
 from jdp.subspace import Bases, bases_from_rows
 from jdp.thresholds import Grid, PrivateThreshold
 
@@ -91,9 +92,12 @@ def relu(gradient, clip):
 
     def make(unit):
         descent = Descent(1.0, 0.8 * unit, gradient=gradient, clip=clip)
-        return lambda per_example, mask: clipped_sum(
-            *record(per_example), mask, 0.3, descent, gradient == "true"
-        )
+
+        def clipper(per_example, mask):
+            w, x, y = record(per_example)
+            return clipped_sum(w, records(x, y, descent), mask, 0.3, descent, gradient == "true")
+
+        return clipper
 
     return make
 
@@ -112,7 +116,25 @@ def count_levels(mechanism):
     return make
 
 
+def ballot(per_example, mask):
+    """Read rows as teachers, each with a vote for one of four classes on each of five queries.
+
+    A teacher that is masked, or has a number that is not finite, abstains.
+    """
+    _, x, _ = record(per_example)
+    votes = jnp.argmax(x[:, :20].reshape(len(x), 5, 4), axis=2)
+    keep = mask & jnp.all(jnp.isfinite(x * x), axis=1)
+    return jnp.where(keep[:, None], votes, -1)
+
+
+def votes(total):
+    return lambda unit: lambda per_example, mask: total(ballot(per_example, mask), 4)
+
+
+# Not in the table, as a maximum cannot merge; test_pate.py has it.
+MOST_VOTES = Clip("pate-most-votes", votes(most_votes), limit=False)
 CLIPS = (
+    Clip("pate-votes", votes(vote_sum), limit=False),
     Clip("relu-surrogate", relu("surrogate", "residual"), limit=False),
     Clip("relu-true", relu("true", "residual"), limit=False),
     Clip("relu-vector", relu("surrogate", "vector"), limit=False),

@@ -6,7 +6,7 @@ Each takes pytest's monkeypatch and breaks `jdp.relu_fit` in one way.
 import jax.numpy as jnp
 
 import jdp
-from jdp import _tree, glmtron, relu_fit
+from jdp import glmtron, relu_fit
 
 
 def threshold_from_gradient_rows(monkeypatch):
@@ -31,11 +31,10 @@ def same_block_twice(monkeypatch):
 
 
 def sum_without_clip(monkeypatch):
-    def clipped_sum(w, x, y, mask, s, descent, true=False):
-        rows = glmtron.contributions(w, x, y, jnp.inf, descent, true)
-        keep = jnp.all(jnp.isfinite(rows), axis=1)
-        total = _tree.weighted_sum(rows, jnp.ones(len(y)), keep)
-        return jdp.ClippedSum((total,), (descent.feature_bound * s,), rows=len(y))
+    def clipped_sum(w, data, mask, s, descent, true=False):
+        c = glmtron.coefficients(w, data, jnp.inf, descent, true)
+        total = jnp.where(jnp.isfinite(c), c, 0) @ data.x
+        return jdp.ClippedSum((total,), (descent.feature_bound * s,), rows=len(c))
 
     monkeypatch.setattr(relu_fit, "clipped_sum", clipped_sum)
 
@@ -44,8 +43,9 @@ def threshold_scale_from_data(monkeypatch):
     """The noise scale follows the block's own largest residual."""
     own = relu_fit.clipped_sum
 
-    def clipped_sum(w, x, y, mask, s, descent, true=False):
-        return own(w, x, y, mask, jnp.nanmax(jnp.where(jnp.isfinite(y), y, 0)), descent, true)
+    def clipped_sum(w, data, mask, s, descent, true=False):
+        largest = jnp.nanmax(jnp.where(jnp.isfinite(data.y), data.y, 0))
+        return own(w, data, mask, largest, descent, true)
 
     monkeypatch.setattr(relu_fit, "clipped_sum", clipped_sum)
 

@@ -3,6 +3,7 @@
 import functools
 
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -101,3 +102,87 @@ def gradients(kinds=KINDS):
     """(6, 27) matrices whose every row is drawn from the given kinds."""
     some = st.lists(st.sampled_from(kinds), min_size=ROWS, max_size=ROWS)
     return st.builds(rows, some, seeds)
+
+
+# Random models -----------------------------------------------------------------------------------
+
+PLACES, WIDTH, WORDS, DEPTH = 4, 4, 7, 3
+
+
+def _dense(w, x, words):
+    return jnp.tanh(x @ w["kernel"] + w["bias"][None])
+
+
+def _conv(w, x, words):
+    numbers = ("NWC", "WIO", "NWC")
+    y = jax.lax.conv_general_dilated(x[None], w["kernel"], (1,), "SAME", dimension_numbers=numbers)
+    return x + jnp.tanh(y[0])
+
+
+def _attention(w, x, words):
+    query, key, value = jnp.einsum("td,dhk->thk", x, w["query"]), x @ w["key"], x @ w["value"]
+    scores = jnp.einsum("thk,sk->hts", query, key)
+    return x + jnp.einsum("hts,sk->tk", jax.nn.softmax(scores), value) @ w["out"]
+
+
+def _embedding(w, x, words):
+    return x + w["table"][words]
+
+
+def _tied(w, x, words):
+    logits = (x + w["table"][words]) @ w["table"].T
+    return jax.nn.softmax(logits) @ w["table"]
+
+
+def _layers(w, x, words):
+    """A scan over layers."""
+    return jax.lax.scan(lambda x, w: (_dense(w, x, words), None), x, w)[0]
+
+
+def _recurrent(w, x, words):
+    """A scan over positions, backwards, that closes over its weights."""
+
+    def step(state, inputs):
+        state = jnp.tanh(inputs @ w["from_input"] + state @ w["from_state"] + w["bias"])
+        return state, state
+
+    return jax.lax.scan(step, jnp.zeros(WIDTH), x, reverse=True)[1]
+
+
+_SQUARE, _TABLE = (WIDTH, WIDTH), (WORDS, WIDTH)
+LAYERS = {
+    _dense: {"kernel": _SQUARE, "bias": (WIDTH,)},
+    _conv: {"kernel": (3, *_SQUARE)},
+    _attention: {"query": (WIDTH, 2, 3), "key": (WIDTH, 3), "value": _SQUARE, "out": _SQUARE},
+    _embedding: {"table": _TABLE},
+    _tied: {"table": _TABLE},
+    _layers: {"kernel": (DEPTH, *_SQUARE), "bias": (DEPTH, WIDTH)},
+    _recurrent: {"from_input": _SQUARE, "from_state": _SQUARE, "bias": (WIDTH,)},
+}
+
+
+def model(layers, seed):
+    """A loss, its parameters and ROWS examples; layers of one kind and number share weights."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    params = {}
+    for layer, number in layers:
+        made = {name: normal(*shape) for name, shape in LAYERS[layer].items()}
+        params.setdefault(f"{layer.__name__} {number}", made)
+
+    def loss(params, example):
+        x, words, target = example
+        for layer, number in layers:
+            x = layer(params[f"{layer.__name__} {number}"], x, words)
+        return jnp.sum((x - target) ** 2)
+
+    x, target = normal(ROWS, PLACES, WIDTH), normal(ROWS, PLACES, WIDTH)
+    words = jnp.asarray(rng.integers(0, WORDS, (ROWS, PLACES)))
+    return loss, params, (x, words, target)
+
+
+models = st.builds(
+    model,
+    st.lists(st.tuples(st.sampled_from(list(LAYERS)), st.integers(0, 1)), min_size=1, max_size=3),
+    seeds,
+)

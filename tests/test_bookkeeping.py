@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from strategies import models
 
 import jdp
 from jdp import bookkeeping, gradients
-from jdp._uses import find
+from jdp._walk import find
 
 N, CLASSES = 6, 5
 MASK = jnp.arange(N) != 4
@@ -152,25 +153,30 @@ CASES = {
     ),
     "unused": lambda: of_matrices(lambda p, x: x @ p["w"], w=(7, CLASSES), idle=(3, 2)),
 }
+
+
+def by_group(params):
+    leaves, structure = jax.tree.flatten(params)
+    groups = [number % 2 for number in range(len(leaves))]
+    return jdp.clip_by_group((0.3, 0.2)[: len(set(groups))], structure.unflatten(groups))
+
+
 CLIPPERS = {
     "norm": lambda params: jdp.clip_by_norm(0.3),
     "automatic": lambda params: jdp.clip_automatic(0.3),
-    "group": lambda params: jdp.clip_by_group(
-        (0.3, 0.2), jdp.group_leaves(params, 2) if len(params) > 1 else None
-    ),
+    "group": by_group,
 }
 
 
-def both(loss, params, inputs, clipper, mask=MASK):
-    batch = (inputs, LABELS)
-    return [
-        jax.jit(
-            lambda p, strategy=strategy: jdp.clipped_grad(loss, clipper, strategy=strategy)(
-                p, batch, mask=mask
-            )
-        )(params)
-        for strategy in ("book-keeping", "vmap")
-    ]
+def both(loss, params, batch, clipper, mask=MASK):
+    """By book-keeping, and from per-example gradients that only JAX had a hand in."""
+
+    @jax.jit
+    def reference(params):
+        return clipper(jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch), mask)
+
+    ours = jdp.clipped_grad(loss, clipper, strategy="book-keeping")
+    return [jax.jit(lambda p: ours(p, batch, mask=mask))(params), reference(params)]
 
 
 def assert_close(ours, reference, tolerance=1e-5):
@@ -184,7 +190,7 @@ def test_same_sum_as_written_out(case):
     loss, params, inputs = CASES[case]()
     if inputs.dtype == jnp.float32:
         inputs = inputs.at[1].set(jnp.nan).at[4].set(jnp.inf)
-    ours, reference = both(loss, params, inputs, jdp.clip_by_norm(0.3))
+    ours, reference = both(loss, params, (inputs, LABELS), jdp.clip_by_norm(0.3))
     assert type(ours) is type(reference)
     assert_close(ours, reference)
 
@@ -192,7 +198,7 @@ def test_same_sum_as_written_out(case):
 @pytest.mark.parametrize("clipper", CLIPPERS)
 def test_every_clipper_of_norms(clipper):
     loss, params, inputs = CASES["attention"]()
-    ours, reference = both(loss, params, inputs, CLIPPERS[clipper](params))
+    ours, reference = both(loss, params, (inputs, LABELS), CLIPPERS[clipper](params))
     assert_close(ours, reference)
     assert ours.noise_scales == reference.noise_scales
 
@@ -200,7 +206,7 @@ def test_every_clipper_of_norms(clipper):
 def test_rematerialised_and_jitted_losses():
     loss, params, inputs = CASES["attention"]()
     for wrapped in (jax.checkpoint(loss), jax.jit(loss)):
-        assert_close(*both(wrapped, params, inputs, jdp.clip_by_norm(0.3)))
+        assert_close(*both(wrapped, params, (inputs, LABELS), jdp.clip_by_norm(0.3)))
 
 
 def test_microbatches_and_frozen_leaves():
@@ -226,7 +232,8 @@ def test_microbatches_and_frozen_leaves():
 def test_bfloat16_parameters_have_float32_norms_and_sums():
     loss, params, inputs = CASES["dense"]()
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    ours, reference = both(loss, narrow, inputs.astype(jnp.bfloat16), jdp.clip_by_norm(0.3))
+    batch = inputs.astype(jnp.bfloat16), LABELS
+    ours, reference = both(loss, narrow, batch, jdp.clip_by_norm(0.3))
     assert {leaf.dtype for leaf in jax.tree.leaves(ours.parts)} == {jnp.dtype(jnp.float32)}
     assert_close(ours, reference, 0.02)  # both are exact to bfloat16's activations
 
@@ -255,8 +262,9 @@ def test_microbatches_are_as_large_as_memory_allows(monkeypatch):
         return "scan" in str(jax.make_jaxpr(lambda p: function(p, batch, mask=MASK))(params))
 
     assert not scans(written) and not scans(kept)
+    # Written out, four times as much is held, and all parameters count.
     monkeypatch.setattr(
-        "jdp.gradients._WORKING_SET", {"cpu": 8 * floats, "accelerator": 8 * floats}
+        "jdp.gradients._WORKING_SET", dict.fromkeys(gradients._WORKING_SET, 6 * floats)
     )
     assert scans(written) and not scans(kept)
     assert_close(written(params, batch, mask=MASK), reference)
@@ -266,17 +274,64 @@ def test_microbatches_are_as_large_as_memory_allows(monkeypatch):
     assert_close(kept(params, batch, mask=MASK), reference)
 
 
+GEOMETRIES = {
+    "stride 2, same": (2, "SAME", 1, ("NHWC", "HWIO", "NHWC")),
+    "stride 3, valid, dilated": ((3, 1), "VALID", 2, ("NHWC", "HWIO", "NHWC")),
+    "uneven padding": (1, ((3, 0), (0, 2)), 1, ("NHWC", "HWIO", "NHWC")),
+    "negative padding": (2, ((-1, 1), (0, -1)), 1, ("NHWC", "HWIO", "NHWC")),
+    "channels first": (2, "SAME", 1, ("NCHW", "OIHW", "NCHW")),
+}
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("inside", ["top level", "branch"])
+def test_convolutions_of_every_geometry(geometry, inside):
+    # Kernels' gradients come from patches, inputs' gradients from kernels turned by hand.
+    strides, padding, dilation, layouts = GEOMETRIES[geometry]
+    strides = strides if isinstance(strides, tuple) else (strides, strides)
+    first, last = layouts[0].index("C"), layouts[1].index("O")
+
+    def loss(params, example):
+        x = example[None]
+        for kernel, steps in ((params["one"], (1, 1)), (params["two"], strides)):
+            x = jax.lax.conv_general_dilated(
+                jnp.tanh(x),
+                kernel,
+                steps,
+                padding if steps == strides else "SAME",
+                rhs_dilation=(dilation, dilation),
+                dimension_numbers=layouts,
+            )
+        return jnp.sum(jnp.sin(x))
+
+    rng = np.random.default_rng(0)
+    kernel = [3, 2, 2, 2] if last == 3 else [2, 2, 3, 2]
+    params = {name: jnp.asarray(rng.normal(size=kernel), jnp.float32) for name in ("one", "two")}
+    image = [8, 7, 2] if first == 3 else [2, 8, 7]
+    batch = jnp.asarray(rng.normal(size=(N, *image)), jnp.float32)
+
+    def ours(params):
+        return jdp.per_example_grad(loss)(params, batch)
+
+    if inside == "branch":
+        ours = lambda params, plain=ours: jax.lax.cond(True, plain, plain, params)  # noqa: E731
+    reference = jax.vmap(jax.grad(loss), in_axes=(None, 0))(params, batch)
+    for one, two in zip(jax.tree.leaves(ours(params)), jax.tree.leaves(reference), strict=True):
+        assert one.shape == two.shape and one.dtype == two.dtype
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("case", ["dense", "conv", "attention", "tied table"])
 def test_unprotected_norms(case):
     loss, params, inputs = CASES[case]()
     norms = jdp.unprotected_gradient_norms(loss)(params, (inputs, LABELS))
-    leaves = jax.tree.leaves(jdp.per_example_grad(loss)(params, (inputs, LABELS)))
+    leaves = jax.tree.leaves(jax.vmap(jax.grad(loss), (None, 0))(params, (inputs, LABELS)))
     want = np.linalg.norm(np.concatenate([leaf.reshape(N, -1) for leaf in leaves], axis=1), axis=1)
     assert (norms >= want * (1 - 1e-5)).all() and (norms <= want * 1.03).all()
 
 
 def test_which_leaves_are_covered():
-    # Every kernel and table; no bias, no scale, nothing in a loop.
+    # Every kernel and table; no bias, no scale.
     loss, params, inputs = CASES["attention"]()
     jaxpr = jax.make_jaxpr(loss)(params, (inputs[0], LABELS[0]))
     leaves = jax.tree.leaves_with_path(params)
@@ -286,35 +341,18 @@ def test_which_leaves_are_covered():
         assert (i in covered) == ("kernel" in name or "embedding" in name), name
 
 
-@hypothesis.given(
-    widths=st.lists(st.sampled_from((3, 5, 8)), min_size=1, max_size=3),
-    positions=st.sampled_from((1, 2, 6)),
-    tied=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
+@hypothesis.given(model=models, name=st.sampled_from(sorted(CLIPPERS)), gram=st.booleans())
 @hypothesis.settings(max_examples=30)
-def test_random_models(widths, positions, tied, seed):
-    keys = iter(jax.random.split(jax.random.key(seed), 9))
-    width = 4
-    shapes = list(zip([width, *widths], widths, strict=False))
-    params = {str(i): jax.random.normal(next(keys), shape) for i, shape in enumerate(shapes)}
-    params["table"] = jax.random.normal(next(keys), (7, width))
-
-    def loss(params, example):
-        words, label = example
-        first = x = params["table"][words]
-        for i in range(len(shapes)):
-            x = jnp.tanh(x @ params[str(i)])
-        logits = x.sum(0) if not tied else (first @ params["table"].T).mean(0)
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:3], label) + x.sum()
-
-    words = jax.random.randint(next(keys), (N, positions), 0, 7)
-    clipper, batch = jdp.clip_by_norm(0.5), (words, LABELS % 3)
-    sums = [
-        jdp.clipped_grad(loss, clipper, strategy=strategy)(params, batch, mask=MASK)
-        for strategy in ("book-keeping", "vmap")
-    ]
-    assert_close(*sums)
+def test_random_models(model, name, gram):
+    loss, params, batch = model
+    clipper = CLIPPERS[name](params)
+    with pytest.MonkeyPatch.context() as patch:
+        if gram:  # norms from Gram matrices throughout, and exact ones
+            patch.setattr(bookkeeping, "FLOATS_PER_PRODUCT", 0)
+            patch.setattr(bookkeeping, "_SMALL_TABLE", 0)
+            patch.setattr(bookkeeping, "GRAM_MARGIN", 1e-12)
+            patch.setattr(bookkeeping, "TABLE_MARGIN", 1e-12)
+        assert_close(*both(loss, params, batch, clipper))
 
 
 # The Gram form -----------------------------------------------------------------------------------
@@ -329,25 +367,41 @@ def cancelling(positions, width):
     return jnp.asarray(u, jnp.float32), jnp.asarray(v, jnp.float32)
 
 
-def largest_contribution(positions, width):
+def by_matrix(w, u, v):
+    return jnp.sum((u @ w[0]) * v)
+
+
+def by_layer(w, u, v):
+    """Three slices of the weights, each used alike."""
+    return jnp.sum(jax.lax.map(lambda w: by_matrix(w[None], u, v), w))
+
+
+def by_turn(w, u, v):
+    """One position a turn."""
+    return jnp.sum(jax.lax.map(lambda uv: by_matrix(w, uv[0][None], uv[1][None]), (u, v)))
+
+
+USES = {by_matrix: 1, by_layer: 3, by_turn: 1}
+
+
+def largest_contribution(use):
     """The norm of the largest clipped contribution at clip norm 1, in float64."""
-    u, v = cancelling(positions, width)
-
-    def loss(w, example):
-        return 1e3 * jnp.sum((example[0] @ w) * example[1])
-
-    w, clipper = jnp.zeros((width, width)), jdp.clip_by_norm(1.0)
-    alone = [
-        bookkeeping.clipped_sum(loss, clipper, w, (u, v), jnp.arange(N) == i).parts[0]
-        for i in range(N)
-    ]
+    batch = cancelling(64, 128)
+    w, clipper = jnp.zeros((USES[use], 128, 128)), jdp.clip_by_norm(1.0)
+    sum_of = jax.jit(
+        lambda mask: bookkeeping.clipped_sum(
+            lambda w, example: 1e3 * use(w, *example), clipper, w, batch, mask
+        )
+    )
+    alone = [sum_of(jnp.arange(N) == i).parts[0] for i in range(N)]
     return max(np.linalg.norm(np.asarray(total, np.float64)) for total in alone)
 
 
-def test_contributions_stay_within_the_clip_norm(monkeypatch):
-    assert largest_contribution(64, 128) <= 1
+@pytest.mark.parametrize("use", USES)
+def test_contributions_stay_within_the_clip_norm(use, monkeypatch):
+    assert largest_contribution(use) <= 1
     monkeypatch.setattr(bookkeeping, "FLOATS_PER_PRODUCT", 0)
-    assert largest_contribution(64, 128) <= 1
+    assert largest_contribution(use) <= 1
 
 
 @pytest.mark.parametrize("make", [jdp.clip_by_norm, jdp.clip_automatic])
@@ -367,10 +421,11 @@ def test_squares_that_underflow_hide_nothing(make, positions, x, scale, unit, mo
     assert np.linalg.norm(np.asarray(total, np.float64)) <= unit
 
 
-def test_twin_without_the_margin_is_caught(monkeypatch):
+@pytest.mark.parametrize("use", USES)
+def test_twin_without_the_margin_is_caught(use, monkeypatch):
     monkeypatch.setattr(bookkeeping, "FLOATS_PER_PRODUCT", 0)
     monkeypatch.setattr(bookkeeping, "GRAM_MARGIN", 1e-30)
-    assert largest_contribution(64, 128) > 1.005
+    assert largest_contribution(use) > 1.005
 
 
 def test_gram_form_is_close_on_ordinary_data(monkeypatch):
@@ -378,7 +433,7 @@ def test_gram_form_is_close_on_ordinary_data(monkeypatch):
     monkeypatch.setattr(bookkeeping, "_SMALL_TABLE", 0)
     for case in ("attention", "tied table"):
         loss, params, inputs = CASES[case]()
-        ours, reference = both(loss, params, inputs, jdp.clip_by_norm(0.3))
+        ours, reference = both(loss, params, (inputs, LABELS), jdp.clip_by_norm(0.3))
         assert_close(ours, reference, 0.02)
         norms = [
             np.linalg.norm(np.concatenate([np.ravel(x) for x in jax.tree.leaves(s.parts)]))
@@ -387,16 +442,17 @@ def test_gram_form_is_close_on_ordinary_data(monkeypatch):
         assert norms[0] <= norms[1] * (1 + 1e-3)
 
 
-def test_chunks_add_up(monkeypatch):
-    loss, params, inputs = CASES["attention"]()
-    ours, _ = both(loss, params, inputs, jdp.clip_by_norm(0.3))
+@pytest.mark.parametrize("case", ["attention", "scan"])
+def test_chunks_add_up(case, monkeypatch):
+    loss, params, inputs = CASES[case]()
+    ours, _ = both(loss, params, (inputs, LABELS), jdp.clip_by_norm(0.3))
     monkeypatch.setattr(bookkeeping, "_CHUNK", 4)
-    chunked, reference = both(loss, params, inputs, jdp.clip_by_norm(0.3))
+    chunked, reference = both(loss, params, (inputs, LABELS), jdp.clip_by_norm(0.3))
     assert_close(chunked, reference)
     assert chunked.rounding < ours.rounding
 
 
 def test_the_sum_carries_its_rounding():
     loss, params, inputs = CASES["dense"]()
-    ours, _ = both(loss, params, inputs, jdp.clip_by_norm(0.3))
+    ours, _ = both(loss, params, (inputs, LABELS), jdp.clip_by_norm(0.3))
     assert 0 < ours.rounding < 0.01

@@ -21,7 +21,9 @@ TABLE = {
     "adaptive": BASE | CORE | {"aggregate"},
     "subspace": BASE,
     "_uses": set(),
-    "bookkeeping": BASE | {"_uses", "clipping"},
+    "_walk": {"_uses"},
+    "_factors": {"_tree", "_uses"},
+    "bookkeeping": BASE | {"_factors", "_uses", "_walk", "clipping"},
     "anchors": BASE | {"gradients"},
     "moving_subspace": BASE | {"noise", "aggregate", "anchors", "subspace"},
     "embedding": BASE | CORE | {"aggregate", "anchors", "gradients", "moving_subspace", "subspace"},
@@ -38,6 +40,9 @@ TABLE = {
     "planning": {"_typing", "_check", "accounting", "sampling"},
     "shuffling": {"_typing", "_check", "_accountants"},
     "one_visit": {"_typing", "_check", "accounting", "planning", "sampling", "shuffling"},
+    # PATE: what a vote costs, and the vote.
+    "vote_plan": {"_typing", "_check", "accounting", "one_visit", "planning"},
+    "pate": BASE | CORE | {"vote_plan"},
     # ReLU regression: programs, and the doors above them.
     "thresholds": BASE | CORE,
     "glmtron": BASE | {"clipping"},

@@ -323,7 +323,51 @@ def weighted(make, weights):
 
 sparsified, preconditioned = public_data.clip_sparsified, public_data.clip_preconditioned
 
+
+def vote_plan(**options):
+    defaults = {"num_examples": 100, "teachers": 10, "queries": 4, "epsilon": 1.0, "delta": 1e-5}
+    return jdp.pate.plan_votes(**defaults | options)
+
+
+def teach(train=lambda key, shard: jnp.zeros(4, int), data=None, plan=None, **options):
+    data, plan = (jnp.ones(100), vote_plan()) if data is None else (data, plan or vote_plan())
+    return jdp.pate.teacher_votes(KEY, train, data, plan, **options)
+
+
+def labels(**options):
+    defaults = {"key": KEY, "votes": jnp.zeros((10, 4), int), "plan": vote_plan()}
+    return jdp.pate.noisy_labels(**defaults | {"num_classes": 3} | options)
+
+
 ARGUMENTS = {
+    "pate key": (lambda: labels(key=0), TypeError, "key"),
+    "pate plan": (lambda: labels(plan=1.0), TypeError, "plan_votes"),
+    "pate logits": (lambda: labels(votes=jnp.zeros((10, 4))), TypeError, "votes"),
+    "pate some teachers": (lambda: labels(votes=jnp.zeros((9, 4), int)), ValueError, "votes"),
+    "pate transposed": (lambda: labels(votes=jnp.zeros((4, 10), int)), ValueError, "votes"),
+    "pate classes": (lambda: labels(num_classes=1), ValueError, "num_classes"),
+    "pate delta": (lambda: vote_plan(delta=1.0), ValueError, "delta"),
+    "pate epsilon": (lambda: vote_plan(epsilon=None), ValueError, "epsilon"),
+    "pate z twice": (lambda: vote_plan(noise_multiplier=1.0), ValueError, "epsilon"),
+    "pate teachers": (lambda: vote_plan(teachers=101), ValueError, "teachers"),
+    "pate queries": (lambda: vote_plan(queries=0), ValueError, "queries"),
+    "pate answers": (lambda: vote_plan(answers=3), ValueError, "answers"),
+    "pate no answers": (lambda: vote_plan(threshold=6.0), ValueError, "answers"),
+    "pate too many answers": (lambda: vote_plan(threshold=6.0, answers=5), ValueError, "answers"),
+    "pate threshold": (lambda: vote_plan(threshold=11.0, answers=3), ValueError, "threshold"),
+    "pate share": (
+        lambda: vote_plan(threshold=6.0, answers=3, threshold_share=1.0),
+        ValueError,
+        "threshold_share",
+    ),
+    "pate z": (lambda: jdp.pate.votes_event(-1.0, 3), ValueError, "noise_multiplier"),
+    "pate data": (lambda: teach(data=jnp.ones(99)), ValueError, "data"),
+    "pate scalar data": (lambda: teach(data=(jnp.ones(100), 1.0)), ValueError, "data"),
+    "pate train": (lambda: teach(lambda key, shard: jnp.zeros(4)), ValueError, "train"),
+    "pate train shape": (lambda: teach(lambda key, shard: jnp.zeros(3, int)), ValueError, "train"),
+    "pate train pair": (lambda: teach(lambda key, shard: (1, 2)), ValueError, "train"),
+    "pate together": (lambda: teach(together=0), ValueError, "together"),
+    "pate teacher numbers": (lambda: teach(teachers=jnp.ones((2, 2), int)), ValueError, "teachers"),
     "key int": (lambda: aggregate(key=0), TypeError, "key"),
     "key raw": (lambda: aggregate(key=jax.random.PRNGKey(0)), TypeError, "key"),
     "key batch": (lambda: aggregate(key=jax.random.split(KEY)), TypeError, "key"),

@@ -1,4 +1,4 @@
-"""Blocks, trees and shuffling: samplers, events and plans."""
+"""Blocks and trees: samplers, events and plans."""
 
 import math
 
@@ -19,7 +19,6 @@ from jdp.one_visit import (
     tree_event,
     tree_height,
 )
-from jdp.shuffling import calibrate_shuffled, shuffled_epsilon
 
 DELTA = 1e-5
 
@@ -129,35 +128,6 @@ def test_no_record_has_two_roles(blocks):
         assert not np.array_equal(other, gradients)  # every pass has an order of its own
 
 
-# [D] of the notes: the multiplier of the clones bound at delta 1e-5.
-CLONES = [(1_000, 0.2, 16.4), (1_000, 0.5, 7.01), (10_000, 0.05, 20.3), (10_000, 0.5, 3.41)]
-CLONES += [(60_000, 0.2, 3.67), (60_000, 1.0, 1.78), (1_000_000, 0.5, 1.62)]
-
-
-@pytest.mark.parametrize("n, epsilon, z", CLONES)
-def test_shuffling_reproduces_the_table_and_is_used_only_where_it_helps(n, epsilon, z):
-    found = calibrate_shuffled(epsilon, delta=DELTA, num_examples=n)
-    assert found == pytest.approx(z, rel=1e-2) and found.adjacency == "replace-one"
-    assert shuffled_epsilon(found, delta=DELTA, num_examples=n) <= epsilon
-    assert shuffled_epsilon(found / 1.01, delta=DELTA, num_examples=n) > epsilon
-    options = {"epsilon": epsilon, "delta": DELTA, "adjacency": "replace-one"}
-    plain, shuffled = plan_blocks(n, 1, **options), plan_blocks(n, 1, shuffling=True, **options)
-    assert float(shuffled.noise_multiplier) == min(found, plain.noise_multiplier)
-    assert shuffled.epsilon <= epsilon
-    if found < plain.noise_multiplier:
-        assert shuffled.spent.accountant == "shuffling" and shuffled.spent.mu is None
-        assert "Feldman" in shuffled.report() and "secret random order" in shuffled.report()
-        assert len(shuffled.to_dict()["curve"]) == 1  # the bound is one point, not a curve
-    else:
-        assert shuffled.spent.accountant == "exact"
-
-
-def test_shuffling_out_of_its_range_promises_nothing():
-    assert shuffled_epsilon(0.3, delta=DELTA, num_examples=1_000) == math.inf
-    assert shuffled_epsilon(3.0, delta=DELTA, num_examples=100) == math.inf
-    assert calibrate_shuffled(0.5, delta=DELTA, num_examples=100) is None
-
-
 def test_the_report_says_how_records_are_visited():
     plan = plan_blocks(10_000, 900, epsilon=0.5, delta=DELTA, threshold_rows=100)
     text = plan.report(mechanism="DP-MBGLMtron")
@@ -187,9 +157,6 @@ ONE = {"epsilon": 1.0, "delta": DELTA}
         ((100, 10, None, ONE | {"release": "line"}), "release"),
         ((100, 10, None, ONE | {"release": "same-rows", "threshold_rows": 5}), "threshold_rows"),
         ((100, 10, None, {"delta": DELTA}), "epsilon"),
-        ((100, 10, None, ONE | {"shuffling": True}), "shuffling"),
-        ((100, 1, None, ONE | {"shuffling": True}), "replace-one"),
-        ((100, 1, 200, ONE | {"shuffling": True, "adjacency": "replace-one"}), "one pass"),
         ((100, 10, None, ONE | {"sparse_vector": True}), "sparse_vector"),
         ((100, 10, 99, ONE | {"sparse_vector": True, "threshold_rows": 10}), "sparse_vector"),
     ],
@@ -204,5 +171,3 @@ def test_bad_numbers_are_refused():
     for bad in (lambda: one_visit_event(), lambda: tree_height(0), lambda: one_visit_event(-1.0)):
         with pytest.raises(ValueError):
             bad()
-    with pytest.raises(ValueError):
-        shuffled_epsilon(0.0, delta=DELTA, num_examples=10)

@@ -284,8 +284,8 @@ def test_radius_average_and_decay():
     path = np.asarray(found.path)
     assert np.linalg.norm(path, axis=1).max() <= 0.5 + 1e-5
     np.testing.assert_allclose(found.weights, path.mean(0), atol=1e-6)
-    np.testing.assert_allclose(Descent().mean(found.path), path[4:].mean(0), atol=1e-6)
-    np.testing.assert_array_equal(Descent(average="last").mean(found.path), path[-1])
+    np.testing.assert_allclose(Descent().shares(8) @ path, path[4:].mean(0), atol=1e-6)
+    np.testing.assert_array_equal(Descent(average="last").shares(8) @ path, path[-1])
     rates = Descent(1.0, decay="halving").rates(8)  # every 8 / 3 steps, rounded
     np.testing.assert_allclose(rates, [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25])
     np.testing.assert_allclose(Descent(0.3).rates(3), 0.3)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import mechanisms
 import optax
+import pate_checks
 from checks import BATCH, Clip, Door
 
 import jdp
-from jdp import _tree, public_data, subspace
+from jdp import _tree, pate, public_data, subspace
 from jdp.clipping import HEADROOM
 
 
@@ -338,6 +339,59 @@ def features_not_clipped(unit):
     return clipper
 
 
+# Broken votes ------------------------------------------------------------------------------------
+
+
+def votes_without_root2(unit):
+    """A teacher that votes otherwise as if it only fell silent."""
+    inner = mechanisms.votes(pate.vote_sum)(unit)
+    return lambda per_example, mask: OneBin(*_parts(inner(per_example, mask)))
+
+
+def votes_as_one_query(unit):
+    """Sensitivity of one histogram for the votes on all queries together."""
+    inner = mechanisms.votes(pate.vote_sum)(unit)
+    return lambda per_example, mask: dataclasses.replace(
+        inner(per_example, mask), noise_scales=(1.0,)
+    )
+
+
+def _parts(total):
+    return total.parts, total.noise_scales
+
+
+def labels_without_root2(key, votes, plan, *, num_classes):
+    """Noise of std z on each class, the sensitivity taken for 1."""
+    plan = dataclasses.replace(plan, noise_multiplier=plan.noise_multiplier / math.sqrt(2))
+    return pate.noisy_labels(key, votes, plan, num_classes=num_classes)
+
+
+def threshold_noise_where_answered(key, votes, plan, *, num_classes):
+    """Only queries that pass the threshold without noise meet the noisy one."""
+    found = pate.noisy_labels(key, votes, plan, num_classes=num_classes)
+    (most,) = pate.most_votes(votes, num_classes).parts
+    answered = found.answered & (most >= plan.threshold)
+    return pate.NoisyLabels(jnp.where(answered, found.labels, -1), answered)
+
+
+def threshold_charged_where_answered(queries, answers, epsilon):
+    """The noise on the most votes counted for the answers only."""
+    del queries
+    options = {"epsilon": epsilon, "delta": pate_checks.DELTA, "threshold": 150.0}
+    return pate.plan_votes(5_000, 250, answers, answers=answers, **options)
+
+
+def votes_charged_without_root2(queries, answers, epsilon):
+    class Broken(pate.VotePlan):
+        @property
+        def vote_std(self):
+            return super().vote_std / math.sqrt(2)
+
+    options = {"epsilon": epsilon, "delta": pate_checks.DELTA, "threshold": 150.0}
+    plan = pate.plan_votes(5_000, 250, queries, answers=answers, **options)
+    return Broken(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})
+
+
 def invariant(kinds, unit=1.0):
     def check(clip):
         checks.check_invariant_on(clip, kinds, unit)
@@ -410,6 +464,18 @@ TWINS = {
     ),
     "counts without sqrt L": (invariant(["huge"]), Clip("", counts_without_root)),
     "features not clipped": (invariant(["huge"]), Clip("", features_not_clipped)),
+    "votes without sqrt 2": (invariant(["normal"]), Clip("", votes_without_root2)),
+    "votes as one query": (invariant(["normal"]), Clip("", votes_as_one_query)),
+    "labels without sqrt 2": (pate_checks.check_label_law, labels_without_root2),
+    "votes charged without sqrt 2": (pate_checks.check_epsilon, votes_charged_without_root2),
+    "threshold noise on answered queries only": (
+        pate_checks.check_answer_law,
+        threshold_noise_where_answered,
+    ),
+    "threshold charged for answered queries only": (
+        pate_checks.check_epsilon,
+        threshold_charged_where_answered,
+    ),
     "replace-one without the factor": (
         checks.check_replace_one,
         door("", replace_one_without_factor),

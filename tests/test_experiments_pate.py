@@ -1,0 +1,102 @@
+"""The experiment: PATE alone, and beside the methods of experiments.gep."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tyro
+
+from experiments import gep, pate
+from experiments._methods import METHODS, PateSetting, budget
+from experiments._run import UsageError
+
+DIGITS = pate.Args(dataset="digits", seeds=1, seed=0, teachers=20, queries=60, epsilon=30.0)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pate")
+    args = dataclasses.replace(DIGITS, steps=60, learning_rate=0.1, batch_size=32, out=out)
+    return out, args, pate.main(args)
+
+
+def test_a_student_learns_from_noisy_labels(run):
+    out, _, brief = run
+    row = json.loads(json.dumps(brief))["methods"]["pate"]
+    assert row["test_accuracy_mean"] > 0.7
+    assert 0.999 * 30 < row["epsilon_spent"] <= 30
+    assert {path.name for path in out.iterdir()} == {
+        "results.json",
+        "summary.json",
+        "report.txt",
+        "curves.png",
+    }
+    text = (out / "report.txt").read_text()
+    assert "labels of at most 60 of 60 queries" in text and "20 teachers" in text
+    assert "replace-one" in text
+    setting = json.loads((out / "summary.json").read_text())["methods"]["pate"]["setting"]
+    assert (setting["teachers"], setting["steps"], setting["learning_rate"]) == (20, 60, 0.1)
+
+
+def test_it_is_taken_up_and_stands_in_the_table_of_the_others(run, monkeypatch):
+    out, args, brief = run
+    make_run = gep.make_run
+
+    def untrained(method, *rest):
+        return pytest.fail("trained again") if method == "pate" else make_run(method, *rest)
+
+    monkeypatch.setattr(gep, "make_run", untrained)
+    assert pate.main(args) == brief
+    options = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
+    options |= {"learning_rate": (1.0, 0.1), "methods": ("class-means", "pate")}
+    both = gep.main(gep.Args(**options))["methods"]
+    assert list(both) == ["class-means", "pate"] and both["pate"] == brief["methods"]["pate"]
+    with pytest.raises(UsageError, match="teachers was 20, now 30"):
+        pate.main(dataclasses.replace(args, teachers=30))
+
+
+@pytest.mark.slow
+def test_without_an_answer_the_student_is_untaught(tmp_path):
+    args = dataclasses.replace(DIGITS, smoke=True, threshold=10.0, answers=3, out=tmp_path)
+    row = pate.main(args)["methods"]["pate"]
+    assert np.isfinite(row["test_accuracy_mean"])
+    assert "labels of at most 3 of 20 queries" in (tmp_path / "report.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"queries": 201}, "--queries 201 exceeds the 200 public images"),
+        ({"teachers": 0}, "--teachers must be above 0"),
+        ({"threshold": -1.0}, "--threshold must be above 0"),
+    ],
+)
+def test_bad_options_are_named(change, message):
+    with pytest.raises(UsageError, match=message):
+        pate.main(dataclasses.replace(DIGITS, **change))
+
+
+REFUSED = {"answers": {"answers": 3}, "teachers": {"teachers": 5_000}, "answer": {"threshold": 5.0}}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_the_plan_refuses(name, tmp_path):
+    with pytest.raises(ValueError, match=name):
+        pate.main(dataclasses.replace(DIGITS, out=tmp_path, **REFUSED[name]))
+
+
+def test_it_runs_where_it_is_asked_for_only():
+    assert "pate" not in METHODS
+    for dataset in ("mnist-5k", "digits", "mnist", "svhn_cropped"):
+        own = gep.setting(gep.Args(dataset=dataset), "pate", 3_500, "mnist_cnn")
+        assert isinstance(own, PateSetting)
+        spent = budget("pate", own, 3_500, 1.0, 1e-5)
+        assert 0.999 < spent.epsilon_spent <= 1 and spent.plan.teachers == own.teachers
+
+
+def test_every_example_in_the_help_is_accepted():
+    for line in (pate.__doc__ or "").splitlines():
+        if "python -m experiments.pate " in line and not line.startswith("`"):
+            words = line.split("experiments.pate")[1].split("  ")[0].split()
+            tyro.cli(pate.Args, args=words)
