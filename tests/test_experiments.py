@@ -16,7 +16,7 @@ from experiments._training import make_trainer
 
 ROOT = pathlib.Path(__file__).parents[1]
 FIELDS = {"test_accuracy_mean", "test_accuracy_std", "epsilon_spent", "noise_multiplier", "seconds"}
-FIELDS |= {"compile_seconds"}
+FIELDS |= {"compile_seconds", "public_data"}
 DIGITS = gep.Args(dataset="digits", methods=("class-means",), seeds=2, seed=0)
 
 

@@ -65,7 +65,7 @@ def test_report_table_and_picture_come_from_the_summary(smoke, tmp_path):
     assert "NOT private against whoever knows the seed" in text
     assert "Not paid for: the search" in text and "(2, 1e-05)-differential privacy" in text
     table = _probe_report.markdown(summary)
-    assert "| method | epsilon 2 | knows of the public examples | seconds a run |" in table
+    assert "| method | epsilon 2 | knows of the public examples | CPU seconds a run |" in table
     for method in SMOKE.methods:
         assert f"| {METHODS[method]} |" in table
     (tmp_path / "summary.json").write_text((out / "summary.json").read_text())
