@@ -175,14 +175,13 @@ def _refusal(n, batch, epsilon, delta) -> str:
 
 
 def slopes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Least squares slopes of log risk against log N, where privacy and where statistics dominate.
+    """Fits of log risk = slope log N + intercept, where privacy and where statistics dominate.
 
     Privacy dominates where the risk is at least four times that of the same program without noise
     (`glmtron`), and below half of that of w = 0; statistics where it is at most twice the former.
-    Fitted for the design with equal eigenvalues only, where it was run at three sizes or more: with
-    small eigenvalues, too few steps are what limits the risk.
-    Only designs with three sizes or more, and equal eigenvalues: with small ones, too few steps are
-    what limits the risk.
+    Least squares, weighted by the standard errors of the risks, whence that of the slope. Only for
+    designs with equal eigenvalues that were run at three sizes or more: with small eigenvalues, too
+    few steps are what limits the risk.
     """
     free = {(r["design"], r["d"], r["n"]): r["mean"] for r in rows if r["method"] == "glmtron"}
     groups: dict[Any, list[dict[str, Any]]] = {}
@@ -201,8 +200,17 @@ def slopes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ("statistics", [r for r in own if ratio[r["n"]] <= 2]),
         ):
             if len(chosen) >= 2:
-                x, y = (np.log([r[k] for r in chosen]) for k in ("n", "mean"))
                 entry = {"design": design, "d": d, "method": method, "epsilon": epsilon}
                 entry |= {"regime": regime, "sizes": [r["n"] for r in chosen]}
-                found.append(entry | {"slope": float(np.polyfit(x, y, 1)[0])})
+                found.append(entry | _fit(chosen))
     return found
+
+
+def _fit(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The line through log risk over log N."""
+    x, y = (np.log([r[k] for r in rows]) for k in ("n", "mean"))
+    errors = np.array([max(r["standard_error"] / r["mean"], 1e-3) for r in rows])
+    design = np.stack([x, np.ones_like(x)], 1) / errors[:, None]
+    (slope, intercept), *_ = np.linalg.lstsq(design, y / errors, rcond=None)
+    error = float(np.linalg.inv(design.T @ design)[0, 0] ** 0.5)
+    return {"slope": float(slope), "standard_error": error, "intercept": float(intercept)}
