@@ -60,7 +60,10 @@ def _stall(summary) -> list[str]:
     for n in sizes:
         for gradient in ("true", "surrogate", "switch"):
             names[f"private_{gradient}_n{n}"] = f"private risk, {gradient} gradient, N = {n:,}"
-        names[f"true_over_surrogate_n{n}"] = f"true over surrogate, N = {n:,}"
+        names[f"true_over_surrogate_n{n}"] = f"true over surrogate: ratio of means, N = {n:,}"
+        names[f"true_over_surrogate_median_n{n}"] = f"ratio of medians, N = {n:,}"
+        stuck = f"share of true-gradient runs above ten times the surrogate's risk, N = {n:,}"
+        names[f"share_of_true_runs_stuck_n{n}"] = stuck
     rows = [[text, f"{summary['stall'][key]:.2g}"] for key, text in names.items()]
     return _rows(["symmetric Bernoulli data, eigenvalues 1/i, no label noise", ""], rows)
 

@@ -152,6 +152,11 @@ def data_sets(design: str, n: int, d: int, count: int, key) -> tuple[list[Data],
 _drawn = jax.jit(draw, static_argnums=(0, 2, 3))
 
 
+def tuning_draws(args: Args, n: int) -> int:
+    """On how many data sets of n records settings are tried."""
+    return args.tuning_draws if n <= MANY else -(-args.tuning_draws // 2)
+
+
 def moved(sets: list[Data], key) -> list[Data]:
     """The same with a small random first iterate, without which noiseless SGD does not move."""
     keys = jax.random.split(key, len(sets))
@@ -185,8 +190,7 @@ def risk(args: Args, folder: _run.Folder) -> dict[str, Any]:
                 if held[0] != (design, d, n):
                     key = jax.random.fold_in(jax.random.key(args.seed), DESIGNS.index(design))
                     keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, d), n), 3)
-                    draws = args.tuning_draws if n <= MANY else -(-args.tuning_draws // 2)
-                    tune = data_sets(design, n, d, draws, keys[0])
+                    tune = data_sets(design, n, d, tuning_draws(args, n), keys[0])
                     final = data_sets(design, n, d, args.seeds, keys[1])
                     held = (design, d, n), (tune, final, keys[2])
                 begin = time.process_time()
@@ -277,7 +281,7 @@ def real(args: Args, folder: _run.Folder) -> list[dict[str, Any]]:
             result = folder.get(piece, config)
             if result is None:
                 key = jax.random.fold_in(jax.random.key(args.seed), 1_000)
-                sets = imitations(table, args.tuning_draws, args.seed)
+                sets = imitations(table, tuning_draws(args, len(table.y)), args.seed)
                 found = on_table(method, epsilons, args, table, sets, bound, key)
                 result = folder.put(piece, config, {"rows": found})
             table_of = {"table": name, "source": table.source, "method": method}
