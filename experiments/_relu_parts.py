@@ -93,7 +93,7 @@ def _from_random(n: int, seeds: int, seed: int, delta: float) -> dict[str, Any]:
     programs = {gradient: program(gradient) for gradient in GRADIENTS}
     tune, final = jax.random.split(jax.random.key(seed + 2))
 
-    def risks(key, choices: dict[Gradient, Any]) -> dict[Gradient, np.ndarray]:
+    def risks(key, choices: dict[Any, Any]) -> dict[Gradient, np.ndarray]:
         data, noise, first = jax.random.split(key, 3)
         x, y, truth = make(data)
         start = jax.random.normal(first, (d,)) / d**0.5
