@@ -362,7 +362,9 @@ def test_table_stands_beside_what_the_paper_prints(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no small version"):
         gep_table.main(dataclasses.replace(args, dataset="cifar10"))
     full = gep_table.Args(dataset="svhn_cropped", full=True)
-    own = gep_table.arguments(full, 8.0, tmp_path)
+    own = gep_table.arguments(full, ("gep",), 8.0, tmp_path)
     assert (own.epochs, own.delta, own.refresh_every, own.num_public) == (20, 1e-6, 1, 0)
+    pate = gep_table.arguments(full, ("pate",), 5.0, tmp_path)
+    assert (pate.queries, pate.anchors, pate.delta) == (600, "in-distribution", 1e-6)
     setting = gep.setting(own, "gep", 604_388, "resnet20")
     assert (setting.steps, setting.clip_norms, setting.groups) == (12_088, (10.0, 2.0), 5)
