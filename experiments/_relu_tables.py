@@ -64,7 +64,11 @@ def _stall(summary) -> list[str]:
         names[f"true_over_surrogate_median_n{n}"] = f"ratio of medians, N = {n:,}"
         stuck = f"share of true-gradient runs above ten times the surrogate's risk, N = {n:,}"
         names[f"share_of_true_runs_stuck_n{n}"] = stuck
-    rows = [[text, f"{summary['stall'][key]:.2g}"] for key, text in names.items()]
+    rows = [
+        [text, f"{summary['stall'][key]:.2g}"]
+        for key, text in names.items()
+        if key in summary["stall"]
+    ]
     return _rows(["symmetric Bernoulli data, eigenvalues 1/i, no label noise", ""], rows)
 
 
