@@ -1,3 +1,5 @@
+import tempfile
+
 import hypothesis
 import jax
 import pytest
@@ -6,6 +8,12 @@ hypothesis.settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=25, database=None
 )
 hypothesis.settings.load_profile("ci")
+
+# Many cases are the same program under another name: each process compiles it once.
+_COMPILED = tempfile.TemporaryDirectory(prefix="jdp-compiled-", ignore_cleanup_errors=True)
+jax.config.update("jax_compilation_cache_dir", _COMPILED.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # The trusted core bears strictness. What wraps it (optax, flax, the experiments) does not, and
 # misuse must be caught under the settings that users have.

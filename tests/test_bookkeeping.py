@@ -341,9 +341,7 @@ def test_which_leaves_are_covered():
         assert (i in covered) == ("kernel" in name or "embedding" in name), name
 
 
-@hypothesis.given(model=models, name=st.sampled_from(sorted(CLIPPERS)), gram=st.booleans())
-@hypothesis.settings(max_examples=30)
-def test_random_models(model, name, gram):
+def _random_model_check(model, name, gram):
     loss, params, batch = model
     clipper = CLIPPERS[name](params)
     with pytest.MonkeyPatch.context() as patch:
@@ -353,6 +351,22 @@ def test_random_models(model, name, gram):
             patch.setattr(bookkeeping, "GRAM_MARGIN", 1e-12)
             patch.setattr(bookkeeping, "TABLE_MARGIN", 1e-12)
         assert_close(*both(loss, params, batch, clipper))
+
+
+GIVEN = {"model": models, "name": st.sampled_from(sorted(CLIPPERS)), "gram": st.booleans()}
+
+
+@hypothesis.given(**GIVEN)
+@hypothesis.settings(max_examples=10)
+def test_random_models(model, name, gram):
+    _random_model_check(model, name, gram)
+
+
+@pytest.mark.slow
+@hypothesis.given(**GIVEN)
+@hypothesis.settings(max_examples=40)
+def test_many_random_models(model, name, gram):
+    _random_model_check(model, name, gram)
 
 
 # The Gram form -----------------------------------------------------------------------------------

@@ -236,14 +236,17 @@ def digits():
 
 
 def _carry(digits, method, steps=3, **change):
-    """Parameters, state and average after a few steps of a method, all with the same keys."""
+    """Parameters, state and average after a few steps of a method, all with the same keys.
+
+    The second one begins an epoch (of 6 steps).
+    """
     data, anchors, model = digits
-    setting = Setting(steps=steps, batch_size=32, rank=8, **change)
+    setting = Setting(steps=8, batch_size=32, rank=8, **change)
     plan = _methods.budget(method, setting, len(data.train_labels), 1.0, 1e-5).plan
     trainer = make_trainer(method, setting, model, data, anchors, plan)
     keys = _run.keys(0, 0)
     carry = trainer.begin(keys)
-    return trainer.compile(carry, keys)[0](0, steps, carry, keys)
+    return trainer.compile(carry, keys)[0](5, 5 + steps, carry, keys)
 
 
 def _vector(params):
@@ -270,7 +273,8 @@ def test_methods_differ_from_dp_sgd_but_not_where_they_are_neutral(method, digit
     assert jnp.linalg.norm(own - plain) > 0.01 * jnp.linalg.norm(plain)
     if method in NEUTRAL:
         same = _vector(_carry(digits, method, **NEUTRAL[method])[0])
-        np.testing.assert_allclose(same, plain, rtol=1e-3, atol=1e-4)
+        # Book-keeping, which only dp-sgd can use, may take a norm for up to 3% too high.
+        assert jnp.linalg.norm(same - plain) < 0.003 * jnp.linalg.norm(plain)
 
 
 def test_projected_updates_stay_in_the_subspace(digits):
@@ -315,16 +319,13 @@ def test_views_are_shifts_and_their_mean_loss_is_that_of_one_record():
 
 
 def test_augmentations_and_labels_change_the_run_of_every_kind_of_method(digits, plain):
+    several = _vector(_carry(digits, "dp-sgd", augmentations=2)[0])
+    assert 1e-3 < jnp.linalg.norm(plain - several) < 0.5 * jnp.linalg.norm(plain)
     for method in ("non-private", "gep"):
         one, several = (_vector(_carry(digits, method, augmentations=k)[0]) for k in (0, 2))
         assert jnp.linalg.norm(one - several) > 1e-3
-    several = _vector(_carry(digits, "dp-sgd", augmentations=2)[0])
-    assert 1e-3 < jnp.linalg.norm(plain - several) < 0.5 * jnp.linalg.norm(plain)
-    random, true = (_vector(_carry(digits, "gep", subspace=s)[0]) for s in SUBSPACES)
-    assert jnp.linalg.norm(random - true) > 1e-3
-
-
-SUBSPACES = ("random-labels", "true-labels")
+    true = _vector(_carry(digits, "gep", subspace="true-labels")[0])
+    assert jnp.linalg.norm(one - true) > 1e-3
 
 
 def test_public_data_are_named_for_every_method():

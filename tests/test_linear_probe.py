@@ -50,7 +50,7 @@ def test_smoke_run_is_complete_and_taken_up_again(smoke, monkeypatch):
     spent = {row["method"]: row["epsilon_spent"] for row in summary["rows"]}
     assert spent["public-only"] == 0 and 1.98 <= spent["dp-sgd"] <= 2
     assert all(len(row["trials"]) == 2 and len(row["runs"]) == 2 for row in summary["rows"])
-    assert 0 <= summary["unprotected_share_outside"]["100"] < 0.5
+    assert 0 <= summary["unprotected_share_outside"]["300"] < 0.5
     monkeypatch.setattr(linear_probe, "make_train", lambda *_: pytest.fail("trained again"))
     assert linear_probe.main(dataclasses.replace(SMOKE, out=out)) == brief
     with pytest.raises(UsageError, match="num_public was 50, now 60|seed was 1, now 2"):
