@@ -39,7 +39,9 @@ UNOPTIMIZED += ("test_relu_regression", "test_relu_estimator", "test_thresholds"
 UNOPTIMIZED += ("test_relu_study", "test_one_visit", "test_bookkeeping_scans")
 UNOPTIMIZED += ("test_public_data", "test_linear_probe")
 UNOPTIMIZED += ("test_pate", "test_experiments_pate")
-UNOPTIMIZED_TESTS = ("test_door", "test_random_models")
+UNOPTIMIZED_TESTS = ("test_door", "test_random_models", "test_many_random_models")
+UNOPTIMIZED_TESTS += ("test_methods_differ", "test_projected_updates", "test_the_average")
+UNOPTIMIZED_TESTS += ("test_augmentations", "test_further_methods")
 
 
 @pytest.fixture(autouse=True)

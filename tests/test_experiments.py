@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -238,15 +239,15 @@ def digits():
 def _carry(digits, method, steps=3, **change):
     """Parameters, state and average after a few steps of a method, all with the same keys.
 
-    The second one begins an epoch (of 6 steps).
+    The third step begins the second epoch.
     """
     data, anchors, model = digits
-    setting = Setting(steps=8, batch_size=32, rank=8, **change)
+    setting = Setting(steps=8, batch_size=100, rank=8, **change)
     plan = _methods.budget(method, setting, len(data.train_labels), 1.0, 1e-5).plan
     trainer = make_trainer(method, setting, model, data, anchors, plan)
     keys = _run.keys(0, 0)
     carry = trainer.begin(keys)
-    return trainer.compile(carry, keys)[0](5, 5 + steps, carry, keys)
+    return trainer.compile(carry, keys)[0](0, steps, carry, keys)
 
 
 def _vector(params):
@@ -270,11 +271,11 @@ def test_methods_differ_from_dp_sgd_but_not_where_they_are_neutral(method, digit
     change = {"learning_rate": 0.01, "floor": 0.01} if method.startswith("dp-adam") else {}
     own = _vector(_carry(digits, method, **change)[0])
     assert jnp.isfinite(own).all()
-    assert jnp.linalg.norm(own - plain) > 0.01 * jnp.linalg.norm(plain)
+    assert jnp.linalg.norm(own - plain) > 0.002 * jnp.linalg.norm(plain)
     if method in NEUTRAL:
         same = _vector(_carry(digits, method, **NEUTRAL[method])[0])
         # Book-keeping, which only dp-sgd can use, may take a norm for up to 3% too high.
-        assert jnp.linalg.norm(same - plain) < 0.003 * jnp.linalg.norm(plain)
+        assert jnp.linalg.norm(same - plain) < 0.001 * jnp.linalg.norm(plain)
 
 
 def test_projected_updates_stay_in_the_subspace(digits):
@@ -346,7 +347,8 @@ def test_further_methods_run_by_name(tmp_path):
     assert tuple(summary["methods"]) == methods
     assert all(0.99 <= row["epsilon_spent"] <= 1 for row in summary["methods"].values())
     text = (tmp_path / "report.txt").read_text()
-    assert "200 in-distribution, with labels" in text and "mechanism: pda-dpmd" in text
+    assert "200 in-distribution, with labels" in text
+    assert re.search("Mechanism +pda-dpmd", text)
 
 
 def test_table_stands_beside_what_the_paper_prints(tmp_path, monkeypatch):
