@@ -236,8 +236,8 @@ def digits():
     return data, datasets.anchors("in-distribution", data), models.build("mlp", (8, 8, 1))
 
 
-def _carry(digits, method, steps=3, **change):
-    """Parameters, state and average after a few steps of a method, all with the same keys.
+def _carries(digits, method, counts, **change):
+    """Parameters, state and average after so many steps of a method, all with the same keys.
 
     The third step begins the second epoch.
     """
@@ -246,8 +246,12 @@ def _carry(digits, method, steps=3, **change):
     plan = _methods.budget(method, setting, len(data.train_labels), 1.0, 1e-5).plan
     trainer = make_trainer(method, setting, model, data, anchors, plan)
     keys = _run.keys(0, 0)
-    carry = trainer.begin(keys)
-    return trainer.compile(carry, keys)[0](0, steps, carry, keys)
+    program = trainer.compile(trainer.begin(keys), keys)[0]
+    return [program(0, count, trainer.begin(keys), keys) for count in counts]
+
+
+def _carry(digits, method, steps=3, **change):
+    return _carries(digits, method, (steps,), **change)[0]
 
 
 def _vector(params):
@@ -279,8 +283,9 @@ def test_methods_differ_from_dp_sgd_but_not_where_they_are_neutral(method, digit
 
 
 def test_projected_updates_stay_in_the_subspace(digits):
-    first = _vector(_carry(digits, "projected-dp-sgd", 0)[0])
-    steps = [_vector(_carry(digits, "projected-dp-sgd", n)[0]) - first for n in (1, 2, 3)]
+    carries = _carries(digits, "projected-dp-sgd", (0, 1, 2, 3))
+    first, *steps = (_vector(carry[0]) for carry in carries)
+    steps = [step - first for step in steps]
     assert jnp.linalg.matrix_rank(jnp.stack(steps), rtol=1e-3) == 3
     kept = _vector(_carry(digits, "projected-dp-sgd", 1, subspace="gaussian")[0]) - first
     whole = _vector(_carry(digits, "dp-sgd", 1)[0]) - first
@@ -292,7 +297,7 @@ def test_projected_updates_stay_in_the_subspace(digits):
 
 @pytest.mark.parametrize("method", ["non-private", "dp-sgd", "gep"])
 def test_the_average_of_parameters_is_the_same_for_every_method(method, digits):
-    points = [_carry(digits, method, n, average=0.5) for n in range(3)]
+    points = _carries(digits, method, range(3), average=0.5)
     expected = _vector(points[0][0])
     for carry in points:
         expected = 0.5 * expected + 0.5 * _vector(carry[0])
@@ -322,10 +327,9 @@ def test_views_are_shifts_and_their_mean_loss_is_that_of_one_record():
 def test_augmentations_and_labels_change_the_run_of_every_kind_of_method(digits, plain):
     several = _vector(_carry(digits, "dp-sgd", augmentations=2)[0])
     assert 1e-3 < jnp.linalg.norm(plain - several) < 0.5 * jnp.linalg.norm(plain)
-    for method in ("non-private", "gep"):
-        one, several = (_vector(_carry(digits, method, augmentations=k)[0]) for k in (0, 2))
-        assert jnp.linalg.norm(one - several) > 1e-3
-    true = _vector(_carry(digits, "gep", subspace="true-labels")[0])
+    changes = ({}, {"augmentations": 2}, {"subspace": "true-labels"})
+    one, several, true = (_vector(_carry(digits, "gep", **change)[0]) for change in changes)
+    assert jnp.linalg.norm(one - several) > 1e-3
     assert jnp.linalg.norm(one - true) > 1e-3
 
 
