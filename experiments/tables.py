@@ -6,7 +6,7 @@ python -m experiments.tables
 import pathlib
 from typing import Any
 
-from experiments import _ablation_report, _speed_tables
+from experiments import _ablation_report, _probe_report, _speed_tables, gep_table
 from experiments._methods import Setting, public_data
 from experiments._relu_tables import relu_tables
 from experiments._run import read_json
@@ -49,7 +49,12 @@ def tables() -> dict[str, str]:
     summaries = {
         path.parent.name: read_json(path) for path in sorted(RESULTS.glob("*/summary.json"))
     }
-    write = {"relu_regression": relu_tables, "gep_ablation": _ablation_report.markdown}
+    write = {
+        "relu_regression": relu_tables,
+        "gep_ablation": _ablation_report.markdown,
+        "gep_table": gep_table.markdown,
+        "linear_probe": _probe_report.markdown,
+    }
     return {
         name: write.get(summary.get("experiment", ""), table)(summary)
         for name, summary in summaries.items()
