@@ -74,9 +74,9 @@ def report(summary: dict[str, Any]) -> str:
     """The report for people."""
     lines = [
         f"Private linear regression, delta {summary['delta']:g}, zero-out adjacency. Excess risk",
-        "over that of w = 0 (standard error), each for ONE run at the stated epsilon; the study as",
-        f"a whole is not private, and its data are synthetic. {summary['seeds']} data sets for each",
-        f"number; 16 settings a method tuned on {summary['tuning_draws']} others; `learned` has one.",
+        "over that of w = 0 (standard error), each for ONE run at the stated epsilon; the study as a",
+        f"whole is not private, and its data are synthetic. {summary['seeds']} data sets a number;",
+        f"16 settings a method, tuned on {summary['tuning_draws']} others; `learned` has one.",
     ]
     for (gamma, zeta), rows in group(summary.get("dimension", []), "gamma", "zeta").items():
         lines += ["", f"== dimension: gamma {gamma:g}, N = d^{1 + zeta:g}, epsilon 1 =="]

@@ -10,7 +10,7 @@ All are (epsilon, delta)-DP under zero-out adjacency, with N public. A setting i
   dp-gd         full-batch gradient descent from zero.        a = step, b = C / sqrt(d), size = T
   dp-sgd        the same on Poisson samples of N / 4.         likewise
   adassp        noisy X^T X, its least eigenvalue and X^T y as one Gaussian, then a ridge (Wang
-                2018).                                        a = ridge over the noise, b = clip of y
+                2018).                                        a = ridge over noise, b = clip of y
 """
 
 import dataclasses

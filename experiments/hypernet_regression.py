@@ -27,6 +27,7 @@ taken up where it stopped. The last line on standard output is the summary as on
 """
 
 import dataclasses
+import itertools
 import pathlib
 import time
 from typing import Any
@@ -36,7 +37,7 @@ import numpy as np
 
 from experiments import _hypernet_coordinates, _hypernet_learned, _hypernet_rivals, _run
 from experiments._hypernet_data import DELTA, rate_slope, relative, sgd_lower_bound, size_of
-from experiments._hypernet_report import draw_picture, report
+from experiments._hypernet_report import draw_picture, group, report
 from experiments._hypernet_rivals import METHODS
 from experiments._run import UsageError
 
@@ -135,11 +136,9 @@ def cells(args: Args) -> dict[str, list[Cell]]:
     found: dict[str, list[Cell]] = {}
     gamma = args.gammas[0]
     if "dimension" in args.parts:
-        sizes = [(g, d, size_of(d, z)) for g in args.gammas for z in args.zetas
-                 for d in args.dimensions]  # fmt: skip
-        found["dimension"] = [
-            Cell(g, d, n, 1.0) for g, d, n in sizes if n * d <= args.most_measured
-        ]
+        every = itertools.product(args.gammas, args.zetas, args.dimensions)
+        own = [Cell(g, d, size_of(d, zeta), 1.0) for g, zeta, d in every]
+        found["dimension"] = [cell for cell in own if cell.n * cell.d <= args.most_measured]
     d = min(DIMENSION, max(args.dimensions))
     if "epsilon" in args.parts:
         n = size_of(d, 0.5)
@@ -211,28 +210,17 @@ def measure(cell: Cell, method: str, args: Args, label: str) -> dict[str, Any]:
 def slopes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Log-log slopes of the error in d, from d = 64 on, beside the paper's rate."""
     found = []
-    for gamma, zeta, method in dict.fromkeys((r["gamma"], zeta_of(r), r["method"]) for r in rows):
-        own = [r for r in rows if (r["gamma"], zeta_of(r), r["method"]) == (gamma, zeta, method)]
+    for (gamma, zeta, method), own in group(rows, "gamma", "zeta", "method").items():
         own = [r for r in own if r["d"] >= 64] or own
         if len(own) < 2:
             continue
         x, y = (np.log([r[name] for r in own]) for name in ("d", "mean"))
-        row = {
-            "gamma": gamma,
-            "zeta": zeta,
-            "method": method,
-            "slope": float(np.polyfit(x, y, 1)[0]),
-        }
-        row["paper"] = (1 + zeta) * rate_slope(gamma)
+        row = {"gamma": gamma, "zeta": zeta, "method": method}
+        row |= {"slope": float(np.polyfit(x, y, 1)[0]), "paper": (1 + zeta) * rate_slope(gamma)}
         bounds = np.log([sgd_lower_bound(r["d"], r["n"], r["epsilon"]) for r in own])
         row["sgd_lower_bound"] = float(np.polyfit(x, bounds, 1)[0])
         found.append(row)
     return found
-
-
-def zeta_of(row: dict[str, Any]) -> float:
-    """Zeta, from N = d^(1 + zeta)."""
-    return round(float(np.log(row["n"]) / np.log(row["d"]) - 1), 2)
 
 
 def brief(summary: dict[str, Any]) -> dict[str, Any]:
