@@ -95,30 +95,6 @@ def _dp_sgd(key, data: Problem, z, a, b, size, plan: TrainingPlan):
     return jax.lax.scan(step, jnp.zeros(d), jnp.arange(plan.steps))[0]
 
 
-def _adassp(key, data: Problem, z, a, b, size, plan):
-    (n, d), radius = data.x.shape, math.sqrt(data.x.shape[1])
-    norms = jnp.linalg.norm(data.x, axis=1)
-    keep = jnp.isfinite(norms) & jnp.isfinite(data.y)
-    factors = jnp.minimum(1.0, radius / norms) * HEADROOM
-    x = jnp.where(keep[:, None], data.x * factors[:, None], 0.0)
-    y = jnp.where(keep, jnp.clip(data.y, -b, b), 0.0) * HEADROOM
-    gram = x.T @ x
-    # A record moves x x^T by at most R^2 in Frobenius norm, the least eigenvalue by as much (Weyl),
-    # and y x by at most R B.
-    parts = (gram, jnp.linalg.eigvalsh(gram)[:1], x.T @ y)
-    root = math.sqrt(3)
-    scales = (root * radius**2, root * radius**2, root * radius * b)
-    total = Three(parts, scales, rows=n, rounding=6 * 2.0**-24 * n)
-    gram, least, moment = jdp.add_noise(key, total, z, adjacency="zero-out")
-    gram = (gram + gram.T) / 2
-    # The norm of such a symmetric noise matrix is about sqrt(2 d) times its standard deviation.
-    spread = z * scales[0] * math.sqrt(2 * d)
-    least = jnp.maximum(least[0] - z * scales[1] * 2, 0.0)
-    ridge = jnp.maximum(a * spread - least, 0.0)
-    values, vectors = jnp.linalg.eigh(gram)
-    return vectors @ ((vectors.T @ moment) / jnp.maximum(values + ridge, 0.1 * spread))
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Three(jdp.ClippedSum):
@@ -127,6 +103,35 @@ class Three(jdp.ClippedSum):
     def combine(self, parts):
         """Return all three."""
         return parts
+
+
+def moments(x, y, radius: float, label_bound) -> Three:
+    """Sums over records cut to |x| <= R and |y| <= B, not yet private.
+
+    A record moves x x^T by at most R^2 in Frobenius norm, the least eigenvalue by as much (Weyl),
+    and y x by at most R B; in three parts, each has sqrt(3) times that as its noise scale.
+    """
+    norms = jnp.linalg.norm(x, axis=1)
+    keep = jnp.isfinite(norms) & jnp.isfinite(y)
+    x = jnp.where(keep[:, None], x * (HEADROOM * jnp.minimum(1.0, radius / norms))[:, None], 0.0)
+    y = jnp.where(keep, jnp.clip(y, -label_bound, label_bound), 0.0)
+    gram = x.T @ x
+    squared, root = radius**2, math.sqrt(3)
+    scales = (root * squared, root * squared, root * radius * label_bound)
+    parts = (gram, jnp.linalg.eigvalsh(gram)[:1], x.T @ y)
+    return Three(parts, scales, rows=len(y), rounding=6 * 2.0**-24 * len(y))
+
+
+def _adassp(key, data: Problem, z, a, b, size, plan):
+    d = data.x.shape[1]
+    total = moments(data.x, data.y, math.sqrt(d), b)
+    gram, least, moment = jdp.add_noise(key, total, z, adjacency="zero-out")
+    # A symmetric matrix of such noise has a norm of about sqrt(2 d) times its standard deviation.
+    spread = z * total.noise_scales[0] * math.sqrt(2 * d)
+    least = jnp.maximum(least[0] - 2 * z * total.noise_scales[1], 0.0)
+    ridge = jnp.maximum(a * spread - least, 0.0)
+    values, vectors = jnp.linalg.eigh((gram + gram.T) / 2)
+    return vectors @ ((vectors.T @ moment) / jnp.maximum(values + ridge, 0.1 * spread))
 
 
 def _one_release(n, epsilon, size) -> TrainingPlan:

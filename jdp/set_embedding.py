@@ -194,7 +194,7 @@ def embedding_sum(
         _check.fail("centre", f"of shape ({size},), like an embedding", centre, remedy)
     embeddings = _tree.wide(jax.vmap(encode)(records))
     if centre is not None:
-        embeddings = embeddings - jnp.asarray(centre).astype(embeddings.dtype)
+        embeddings = embeddings - jnp.asarray(centre, embeddings.dtype)[None]
     return clip_by_norm(clip_norm)(embeddings, mask)
 
 
