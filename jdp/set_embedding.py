@@ -148,7 +148,7 @@ def private_embedding(
       adjacency: as in `jdp.add_noise`.
 
     Returns:
-      The private mean, in units of C at most 1 long before noise.
+      e, at most C long before noise.
 
     Raises:
       TypeError: an argument has another type.

@@ -76,8 +76,8 @@ def test_padding_and_broken_records_contribute_nothing():
 
 def test_the_clip_is_in_float32_whatever_the_records_are():
     records = (RECORDS_OF(jax.random.key(1)) * 100).astype(jnp.bfloat16)
-    options = {"clip_norm": 1.0, "noise_multiplier": 0.0, "num_records": RECORDS}
-    found = private_embedding(jax.random.key(0), lambda p: p, records[:1], None, **options | {"num_records": 1})  # fmt: skip
+    options = {"clip_norm": 1.0, "noise_multiplier": 0.0, "num_records": 1}
+    found = private_embedding(jax.random.key(0), lambda p: p, records[:1], **options)
     assert found.dtype == jnp.float32
     assert 1 - 1e-4 < np.linalg.norm(np.asarray(found, np.float64)) <= 1
 
@@ -292,7 +292,8 @@ def test_flat_tokens_hold_every_entry_once():
 
 def public_tasks(key, sets=16, mask=None):
     """Sets about a mean each, which is what the target should be."""
-    means, noise = (jax.random.normal(k, (sets, n, 2)) for k, n in zip(jax.random.split(key), (1, RECORDS), strict=True))  # fmt: skip
+    means = jax.random.normal(key, (sets, 1, 2))
+    noise = jax.random.normal(jax.random.fold_in(key, 1), (sets, RECORDS, 2))
     return Tasks(5 + means + 0.1 * noise, means[:, 0], mask)
 
 
