@@ -172,7 +172,7 @@ class Method:
 
 _STEPS = (0.06, 0.15, 0.4, 1.0)
 METHODS = {
-    "closed-form": Method(_closed_form, _one_release, tuple(j / 7 for j in range(8)), b=(1.5, 3.0)),
+    "closed-form": Method(_closed_form, _one_release, tuple(j / 7 for j in range(8)), b=(1.5, 2.5)),
     "bayes-mean": Method(_bayes_mean, _one_release, (0.5, 0.8, 1.2, 2.0), (0.5, 1.0, 2.0, 4.0)),
     "dp-gd": Method(_dp_sgd, _full_batches, _STEPS, (0.5, 1.5), (2, 10)),
     "dp-sgd": Method(_dp_sgd, _poisson, _STEPS, (0.5, 1.5), (10, 40)),

@@ -231,8 +231,9 @@ def test_a_module_of_ones_own_serves_as_encoder():
 
 
 def test_with_one_context_token_cross_attention_is_the_same_for_all_tokens():
-    decoder = TransformerDecoder(5, 6, width=8, heads=2, mlp_width=12, layers=2)
+    decoder = TransformerDecoder(5, 6, width=8, heads=2, mlp_width=12, layers=1)
 
+    @jax.jit
     def queries(context):
         params = decoder.init(jax.random.key(0), context)
         # away from the symmetric start
@@ -263,7 +264,8 @@ def test_the_paper_size():
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     assert 1.0e6 < size < 1.2e6
     head = jax.random.key(0), jnp.ones((1, 4))
-    params = TransformerDecoder(9, 40, width=64, layers=1).init(*head)["params"]["head"]
+    decoder = TransformerDecoder(9, 40, width=64, layers=1)
+    params = jax.jit(decoder.init)(*head)["params"]["head"]
     assert np.std(params["kernel"]) == pytest.approx(0.01, rel=0.05)
     assert not np.any(params["bias"])
 
@@ -299,7 +301,7 @@ def public_tasks(key, sets=16, mask=None):
 
 def test_it_learns_to_tell_sets_apart():
     num_tokens, detokenise = flat_tokens(jnp.zeros(2), 2)
-    plan = plan_embedding(RECORDS, epsilon=8.0, delta=DELTA)
+    plan = plan_embedding(RECORDS, epsilon=16.0, delta=DELTA)
     own = Hypernet(
         MLPEncoder((16, 4)),
         LinearDecoder(num_tokens, 2),
@@ -318,7 +320,7 @@ def test_it_learns_to_tell_sets_apart():
         return jax.lax.scan(body, state, jnp.arange(400))
 
     state, losses = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(1), 2))
-    assert np.all(losses[:, -20:].mean((1, 2)) < 0.25 * losses[:, :5].mean((1, 2)))
+    assert np.all(losses[:, -20:].mean((1, 2)) < 0.3 * losses[:, :5].mean((1, 2)))
     assert np.array_equal(state.step, [400, 400])
     params = jax.tree.map(lambda leaf: leaf[0], state.params)
     centre = own.mean_embedding(params.encoder, records)
@@ -364,7 +366,7 @@ def embed(records=None, mask=None, encode=lambda p: p, key=KEY, **options):
         (lambda: embed(key=0), TypeError, "`key`"),
         (lambda: embed(num_records=0), ValueError, "`num_records`"),
         (lambda: embed(num_records=6.0), TypeError, "`num_records`"),
-        (lambda: embed(num_records=7), ValueError, "7 rows .* but got 6 rows.*pass a mask"),
+        (lambda: embed(num_records=7), ValueError, "\\(7\\) .*but got 6 rows.*pass a mask"),
         (lambda: embed(jnp.zeros(())), ValueError, "`records`.*leading axis"),
         (lambda: embed((jnp.zeros((6, 2)), jnp.zeros(5))), ValueError, "`records`"),
         (lambda: embed({}), ValueError, "`records`"),
