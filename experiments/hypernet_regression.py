@@ -57,7 +57,7 @@ class Args:
     dimensions: tuple[int, ...] = (16, 64, 256, 1024)
     """Numbers of features d, of the part dimension."""
     gammas: tuple[float, ...] = (1.0, 1.5)
-    """Decays of the weights, above 1/2; all but the first only at the last zeta and in coordinates."""
+    """Decays of the weights, above 1/2; all but the first with the last zeta only."""
     zetas: tuple[float, ...] = (0.0, 0.25, 0.5)
     """N = d^(1 + zeta), in the part dimension."""
     epsilons: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
