@@ -89,7 +89,6 @@ def main(args: Args) -> dict[str, Any]:
         small |= {"epsilons": (1.0,), "sizes": (64,), "steps": 100, "seeds": 4}
         args = dataclasses.replace(args, tuning_draws=2, **small)
     check(args)
-    begin = time.perf_counter()
     folder = _run.Folder(args.out or pathlib.Path("runs", "hypernet_regression"))
     rest = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "smoke")}
     summary: dict[str, Any] = {"experiment": "hypernet_regression", "delta": DELTA} | rest
@@ -111,7 +110,9 @@ def main(args: Args) -> dict[str, Any]:
         options = ((2048 // scale, 8192 // scale), args.gammas, (0.0625, 0.125, 0.25, 0.5, 1, 2, 4))
         options = (*options, args.seeds, args.seed)
         summary["coordinates"] = _hypernet_coordinates.part(folder, *options)
-    summary["seconds"] = time.perf_counter() - begin
+    spent = [row["seconds"] for row in rows.values()]
+    spent += [cell["seconds"] for cell in summary.get("coordinates", {}).get("cells", [])]
+    summary["seconds"] = sum(spent)  # also of pieces that an earlier, interrupted run finished
     summary["provenance"] = _run.provenance()
     _run.write_json(folder.path / "summary.json", summary)
     text = report(summary)
