@@ -119,7 +119,7 @@ def private_embedding(
     records: PyTree,
     mask: Mask | None = None,
     *,
-    clip_norm: float,
+    clip_norm: Scalar,
     noise_multiplier: Scalar,
     num_records: int,
     centre: Float[Array, " features"] | None = None,
@@ -141,7 +141,7 @@ def private_embedding(
         the records, so that it cannot see two at once.
       records: a pytree of arrays with the records on the leading axis.
       mask: (n,) booleans, False for padding; by default all are records, and must be N.
-      clip_norm: C, finite.
+      clip_norm: C, finite. May be traced.
       noise_multiplier: z >= 0, usually `plan.noise_multiplier`. May be traced.
       num_records: N, usually `plan.batch_size`.
       centre: c, a PUBLIC vector, such as the mean embedding of public records. What all records
@@ -180,7 +180,7 @@ def embedding_sum(
     encode: Encode,
     records: PyTree,
     mask: Mask,
-    clip_norm: float,
+    clip_norm: Scalar,
     centre: Float[Array, " features"] | None = None,
 ) -> ClippedSum:
     """The sum of clipped embeddings, not yet private; arguments as in `private_embedding`."""
@@ -242,10 +242,10 @@ def one_record(records: PyTree) -> PyTree:
 
 
 def _num_rows(records: PyTree) -> int:
-    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(records)]
+    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(records)]
     sizes = {shape[:1] for shape in shapes}
     if len(sizes) != 1 or sizes == {()}:
         expected = "a pytree of arrays with the records on their leading axis"
         remedy = "Stack the records; every leaf has one row a record."
         _check.fail("records", expected, _check.Words(f"leaves of shapes {shapes}"), remedy)
-    return sizes.pop()[0]
+    return shapes[0][0]

@@ -232,30 +232,26 @@ def test_a_module_of_ones_own_serves_as_encoder():
 
 def test_with_one_context_token_cross_attention_is_the_same_for_all_tokens():
     decoder = TransformerDecoder(5, 6, width=8, heads=2, mlp_width=12, layers=1)
+    one, three = (jax.random.normal(jax.random.key(c), (c, 4)) for c in (1, 3))
+    leaves, structure = jax.tree.flatten(jax.jit(decoder.init)(jax.random.key(0), one))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    leaves = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    params = jax.tree.unflatten(structure, leaves)  # away from the symmetric start
 
     @jax.jit
-    def queries(context):
-        params = decoder.init(jax.random.key(0), context)
-        # away from the symmetric start
-        leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(1), len(leaves))
-        leaves = [
-            x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)
-        ]
-        params = jax.tree.unflatten(structure, leaves)
+    def added(context):
         _, state = decoder.apply(params, context, capture_intermediates=True)
-        added = state["intermediates"]["cross_attention_0"]["__call__"][0]
-        gradient = jax.grad(lambda p: jnp.sum(decoder.apply(p, context) ** 2))(params)
-        layer = gradient["params"]["cross_attention_0"]
-        return added, layer["query"]["kernel"], layer["value"]["kernel"]
+        return state["intermediates"]["cross_attention_0"]["__call__"][0]
 
-    one, three = (jax.random.normal(jax.random.key(c), (c, 4)) for c in (1, 3))
-    added, query, value = queries(one)
-    np.testing.assert_allclose(added, np.broadcast_to(added[:1], added.shape), atol=1e-6)
-    np.testing.assert_allclose(query, 0, atol=1e-6)
-    assert np.abs(value).max() > 1e-3
-    added, query, _ = queries(three)
-    assert np.abs(added - added[:1]).max() > 1e-3 and np.abs(query).max() > 1e-3
+    def size(params, context):
+        return jnp.sum(decoder.apply(params, context) ** 2)
+
+    np.testing.assert_allclose(added(one), np.tile(added(one)[:1], (5, 1)), atol=1e-6)
+    assert np.abs(added(three) - added(three)[:1]).max() > 1e-3
+    layer = jax.jit(jax.grad(size))(params, one)["params"]["cross_attention_0"]
+    for name in ("query", "key"):
+        np.testing.assert_allclose(layer[name]["kernel"], 0, atol=1e-6)
+    assert np.abs(layer["value"]["kernel"]).max() > 1e-3
 
 
 def test_the_paper_size():
