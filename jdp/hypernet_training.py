@@ -95,7 +95,9 @@ def train_step(
 
     def objective(networks, centre, tasks: Tasks, keys):
         def one(records, examples, key, mask=None):
-            target = net.generate(HypernetParams(*networks, centre), records, key, mask)
+            target = net.generate(
+                HypernetParams(networks[0], networks[1], centre), records, key, mask
+            )
             return loss(target, examples)
 
         parts = (tasks.records, tasks.examples, keys)
@@ -114,7 +116,7 @@ def train_step(
         pool = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # noqa: E731
         mean = net.mean_embedding(networks[0], *jax.tree.map(pool, (tasks.records, tasks.mask)))
         centre = _CENTRE_MOMENTUM * centre + (1 - _CENTRE_MOMENTUM) * mean
-        params = HypernetParams(*moved, centre)
+        params = HypernetParams(moved[0], moved[1], centre)
         return TrainState(params, optimizer_state, state.key, state.step + 1), losses
 
     return step
