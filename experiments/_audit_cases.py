@@ -6,7 +6,6 @@ record can; the others are ordinary, and public to the auditor.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -272,7 +271,7 @@ def relu(
     *,
     place: int | None = None,
     whole_path: bool = False,
-    with_threshold: bool = False,
+    far: int = 0,
     score: Any = None,
     **descent: Any,
 ) -> Case:
@@ -280,26 +279,28 @@ def relu(
 
     Published are all steps, in units of the threshold; where blocks are disjoint, only the step of
     the canary's block can tell anything, and the order is public. `place` keeps those runs where it
-    is in this block (in a threshold's rows it is in none).
+    is in this block (in a threshold's rows it is in none). With `far`, thresholds are looked at
+    too, in runs where half of 2 * `far` rows with residuals beyond all levels are in that block.
     """
     n, b = plan.sampler.num_examples, plan.batch_size
     options = Descent(1.0, 1.0, **descent)
-    far = jnp.array([100.0, 0.0]) if options.gradient == "true" else None
+    distant = jnp.array([100.0, 0.0]) if options.gradient == "true" else None
 
     def release(key, present):
         x = jnp.zeros((n, 2)).at[-1, 0].set(jnp.where(present, 1.0, 0.0))
-        y = jnp.zeros(n).at[-1].set(jnp.where(present, 1e6, 0.0))
-        found = fit(key, x, y, plan, threshold=threshold, descent=options, start=far)
-        first = jnp.zeros((1, 2)) if far is None else far[None]
+        y = jnp.zeros(n).at[: 2 * far].set(1e6).at[-1].set(jnp.where(present, 1e6, 0.0))
+        found = fit(key, x, y, plan, threshold=threshold, descent=options, start=distant)
+        first = jnp.zeros((1, 2)) if distant is None else distant[None]
         steps = jnp.diff(found.path, axis=0, prepend=first) * b / found.thresholds[:, None]
-        extra = jnp.log2(found.thresholds) if with_threshold else jnp.zeros(0)
         if whole_path and place is None:
-            return jnp.append(steps.ravel(), extra), ALWAYS
+            return steps.ravel(), ALWAYS
         blocks = plan.sampler.partition(jax.random.split(key)[1], 0)[1]  # as `fit` does
         holds = jnp.any(blocks == n - 1, axis=1)
-        own = steps.ravel() if whole_path else steps[jnp.argmax(holds)]
-        counts = jnp.any(holds) if place is None else holds[place]
-        return jnp.append(own, extra), counts
+        own = jnp.argmax(holds)
+        near = jnp.sum(blocks[own] < 2 * far) == far
+        values = steps.ravel() if whole_path else steps[own]
+        level = jnp.log2(found.thresholds[own])[None] if far else jnp.zeros(0)
+        return jnp.append(values, level), near & (jnp.any(holds) if place is None else holds[place])
 
     return Case(release, Claim(plan.event), score=score)
 
@@ -339,7 +340,7 @@ def sparse_vector() -> Case:
     threshold = PrivateThreshold(Grid(0.5, 2), mechanism="sparse-vector")
 
     def release(key, present):
-        far = jnp.arange(30) < 16
+        far = jnp.arange(30) < 20
         magnitudes = jnp.where(far, 1e6, 0.0).at[-1].set(jnp.where(present, 1e6, 0.0))
         level = threshold.choose(key, magnitudes, jnp.ones(30, bool), 1.0, "zero-out")
         return jnp.log2(level)[None], ALWAYS
@@ -427,11 +428,9 @@ MECHANISMS: dict[str, Callable[[], Case]] = {
     ),
     "dp-mbglmtron": lambda: relu(_blocks(16, 8, threshold_rows=8), private_threshold(), place=0),
     "dp-mbglmtron, same rows": lambda: relu(
-        _blocks(16, 8, release="same-rows"), private_threshold(), with_threshold=True
+        _blocks(16, 8, release="same-rows"), private_threshold(), far=4
     ),
-    "dp-taglmtron": lambda: relu(
-        _blocks(8, 2, release="tree"), place=0, whole_path=True
-    ),
+    "dp-taglmtron": lambda: relu(_blocks(8, 2, release="tree"), place=0, whole_path=True),
     "threshold, histogram": lambda: level_counts("histogram"),
     "threshold, counts": lambda: level_counts("counts"),
     "threshold, sparse vector": sparse_vector,

@@ -19,7 +19,7 @@ import jdp
 from experiments._audit_cases import HUGE
 from jdp.auditing import OneRunAudit, epsilon_one_run
 
-NOISE_MULTIPLIER = 1.0
+NOISE_MULTIPLIER = 3.0
 STEPS = 8
 
 
@@ -89,7 +89,7 @@ def _adaptive(plan: Any, key: jax.Array) -> Any:
 TRAININGS = {
     "one run, dp-sgd": Training(_privatize, _clipped()),
     "one run, adaptive clipping": Training(_adaptive, _written_out),
-    "one run, a quarter of the noise": Training(_privatize, _clipped(forget=0.25), True),
+    "one run, an eighth of the noise": Training(_privatize, _clipped(forget=1 / 8), True),
     "one run, noise for the mean on the sum": Training(_privatize, _clipped(forget=0.002), True),
     "one run, clip norm 10 with noise for 1": Training(_privatize, _clipped(10.0, 0.1), True),
 }

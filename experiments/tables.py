@@ -6,7 +6,7 @@ python -m experiments.tables
 import pathlib
 from typing import Any
 
-from experiments import _ablation_report, _speed_tables
+from experiments import _ablation_report, _audit_tables, _speed_tables
 from experiments._methods import Setting, public_data
 from experiments._relu_tables import relu_tables
 from experiments._run import read_json
@@ -50,6 +50,7 @@ def tables() -> dict[str, str]:
         path.parent.name: read_json(path) for path in sorted(RESULTS.glob("*/summary.json"))
     }
     write = {"relu_regression": relu_tables, "gep_ablation": _ablation_report.markdown}
+    write["audit"] = _audit_tables.markdown
     return {
         name: write.get(summary.get("experiment", ""), table)(summary)
         for name, summary in summaries.items()

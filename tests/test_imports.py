@@ -40,6 +40,8 @@ TABLE = {
     "planning": {"_typing", "_check", "accounting", "sampling"},
     "shuffling": {"_typing", "_check", "_accountants"},
     "one_visit": {"_typing", "_check", "accounting", "planning", "sampling", "shuffling"},
+    # The auditor does not trust the accountant, nor anything else that it audits.
+    "auditing": {"_check"},
     # PATE: what a vote costs, and the vote.
     "vote_plan": {"_typing", "_check", "accounting", "one_visit", "planning"},
     "pate": BASE | CORE | {"vote_plan"},
