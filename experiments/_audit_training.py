@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import jdp
-from experiments._audit_cases import HUGE
+from experiments._audit_frame import HUGE
 from jdp.auditing import OneRunAudit, epsilon_one_run
 
 NOISE_MULTIPLIER = 3.0

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdp
-from experiments._audit_cases import ALWAYS, HUGE, Case, Claim, flat, gaussian, raw
+from experiments._audit_frame import ALWAYS, HUGE, Case, Claim, flat, gaussian, raw
 from experiments._run import UsageError
 from jdp import pate
 from jdp.relu_regression import Descent, FixedThreshold, Grid, PrivateThreshold, fit, plan_blocks

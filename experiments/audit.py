@@ -35,7 +35,8 @@ import jax
 import numpy as np
 
 from experiments import _audit_tables, _audit_training, _audit_twins, _run
-from experiments._audit_cases import MECHANISMS, PENDING, Case, Claim, gaussian
+from experiments._audit_cases import MECHANISMS, PENDING
+from experiments._audit_frame import Case, Claim, gaussian
 from experiments._run import UsageError
 from jdp import auditing
 from jdp.auditing import first_half, lower_confidence

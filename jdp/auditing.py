@@ -24,14 +24,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from scipy import special, stats
 
 from jdp import _check
+from jdp._confidence import MORE, check_significance, floats
+from jdp._confidence import lower_confidence as lower_confidence
+from jdp._confidence import upper_confidence as upper_confidence
+from jdp.one_run import OneRunAudit as OneRunAudit
+from jdp.one_run import epsilon_one_run as epsilon_one_run
+from jdp.one_run import one_run_p_value as one_run_p_value
 
 _RIDGE = 1e-6  # in units of a coordinate's variance: noise far below it counts as none
 _TAILS = 32  # numbers of draws beyond a threshold that are tried, on either side
-_MORE = "Run the mechanism more often: thousands of draws are usual."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +163,9 @@ def mu_many_runs(
 
 
 def _audit(present: Any, absent: Any, delta: float | None, significance: float) -> Audit:
-    _significance(significance)
+    check_significance(significance)
     present, absent = (
-        _floats(name, value, 1, 4) for name, value in (("present", present), ("absent", absent))
+        floats(name, value, 1, 4) for name, value in (("present", present), ("absent", absent))
     )
     for name, value in (("present", present), ("absent", absent)):
         if np.isnan(value).any():
@@ -213,28 +218,6 @@ def _allowed(unlikely: Any, claimed: float, delta: float | None) -> Any:
     return np.minimum(1, math.exp(claimed) * unlikely + delta)
 
 
-def upper_confidence(successes: Any, trials: Any, significance: float) -> Any:
-    """Clopper and Pearson's upper confidence bound on a probability, exact for every law.
-
-    >>> round(float(upper_confidence(0, 300, 0.05)), 4)  # the rule of three
-    0.0099
-    """
-    successes = np.asarray(successes)
-    found = stats.beta.isf(significance, successes + 1, np.maximum(trials - successes, 1))
-    return np.where(successes < trials, found, 1.0)
-
-
-def lower_confidence(successes: Any, trials: Any, significance: float) -> Any:
-    """The lower bound, `1 - upper_confidence(trials - successes, ...)`, exact for small ones.
-
-    >>> float(lower_confidence(0, 300, 0.05)), round(float(lower_confidence(300, 300, 0.05)), 4)
-    (0.0, 0.9901)
-    """
-    successes = np.asarray(successes)
-    found = stats.beta.ppf(significance, np.maximum(successes, 1), trials - successes + 1)
-    return np.where(successes > 0, found, 0.0)
-
-
 def first_half(draws: np.ndarray) -> np.ndarray:
     """The draws that choose the score and the event."""
     return draws[: len(draws) // 2]
@@ -277,7 +260,7 @@ def gaussian_score(
     0.8
     """
     present, absent = (
-        _floats(name, value, 2, 2) for name, value in (("present", present), ("absent", absent))
+        floats(name, value, 2, 2) for name, value in (("present", present), ("absent", absent))
     )
     if present.shape[1] != absent.shape[1]:
         expected = f"of shape (m, {present.shape[1]}), as present has it"
@@ -290,7 +273,7 @@ def gaussian_score(
     if min(map(len, finite)) < present.shape[1] + 2:
         if max(broken) == 0:
             expected = f"at least {present.shape[1] + 2} rows, for a covariance"
-            _check.fail("present", expected, present, _MORE)
+            _check.fail("present", expected, present, MORE)
         return lambda draws: np.where(np.isfinite(_rows(draws)).all(axis=1), 0.0, verdict)
     variance = (finite[0].var(axis=0) + finite[1].var(axis=0)) / 2
     largest = variance.max()
@@ -320,160 +303,3 @@ def _fit(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     values, vectors = np.linalg.eigh(covariance + _RIDGE * np.eye(len(covariance)))
     values = np.maximum(values, _RIDGE / 2)
     return draws.mean(axis=0), vectors / np.sqrt(values), -float(np.log(values).sum())
-
-
-# One run -----------------------------------------------------------------------------------------
-
-
-def one_run_p_value(
-    correct: int, guesses: int, canaries: int, *, epsilon: float, delta: float
-) -> float:
-    r"""How likely so many correct guesses are at most, if a run is $(\varepsilon, \delta)$-DP.
-
-    m canaries, each in the data by a fair coin; r guesses which are, m - r abstentions; v correct:
-
-    $$ P(V \ge v) \le \beta + 2 m \delta \max_{1 \le i \le v} \frac{P(v > W \ge v - i)}{i}, \qquad
-       \beta = P(W \ge v), \quad W \sim \mathrm{Bin}(r, e^\varepsilon / (1 + e^\varepsilon)) $$
-
-    (Steinke, Nasr and Jagielski 2023, arXiv 2305.08846, theorem 5.2 and appendix D.) For
-    randomised response and delta 0 it is exact: each guess is right with that very probability.
-
-    Args:
-      correct: v.
-      guesses: r, at most m.
-      canaries: m.
-      epsilon: >= 0, for the relation "one canary in or out" (add-remove or zero-out).
-      delta: in [0, 1).
-
-    Returns:
-      A probability.
-
-    Raises:
-      TypeError, ValueError: a number is out of range.
-
-    >>> round(one_run_p_value(90, 100, 100, epsilon=np.log(4), delta=0.0), 4)  # of Bin(100, 0.8)
-    0.0057
-    """
-    remedy = "Count canaries, guesses among them, and those that were right."
-    _check.integer("canaries", canaries, at_least=1, remedy=remedy)
-    _check.integer("guesses", guesses, at_least=0, at_most=canaries, remedy=remedy)
-    _check.integer("correct", correct, at_least=0, at_most=guesses, remedy=remedy)
-    _check.number("epsilon", epsilon, at_least=0, remedy="It is the epsilon to test.")
-    _check.number("delta", delta, at_least=0, below=1, remedy="Use the delta of the claim.")
-    tail = lambda v: stats.binom.sf(v - 1, guesses, special.expit(epsilon))  # noqa: E731
-    beta, i = tail(correct), np.arange(1, correct + 1)
-    alpha = np.max((tail(correct - i) - beta) / i, initial=0)
-    return float(min(1, beta + 2 * canaries * delta * alpha))
-
-
-@dataclasses.dataclass(frozen=True)
-class OneRunAudit:
-    """A lower confidence bound on the epsilon of one run.
-
-    Attributes:
-      bound: epsilon is at least this, but for the significance; 0 where nothing was found.
-      delta: the delta.
-      canaries: how many there were.
-      guesses: for how many a guess was made.
-      correct: how many guesses were right.
-      significance: probability with which the bound may be too high.
-    """
-
-    bound: float
-    delta: float
-    canaries: int
-    guesses: int
-    correct: int
-    significance: float
-
-
-def epsilon_one_run(
-    scores: Float[np.ndarray, " m"],
-    included: Bool[np.ndarray, " m"],
-    *,
-    guesses: int,
-    delta: float,
-    significance: float,
-) -> OneRunAudit:
-    r"""Bound the epsilon of ONE run from below, by guessing which canaries were in its data.
-
-    Half of the guesses say "in", for the highest scores, half "out", for the lowest; on the rest
-    the auditor abstains. The bound is the largest epsilon at which `one_run_p_value` is at most
-    the significance. Canaries must not share what they change, or they drown each other: one
-    direction of the parameters each is best.
-
-    Args:
-      scores: of each canary, higher where it seems to have been in the data; may not depend on
-        `included` but through what the run released.
-      included: which were in, by independent fair coins tossed BEFORE the run.
-      guesses: r, even, at least 2; chosen before looking at the scores.
-      delta: in [0, 1).
-      significance: probability with which the bound may be too high, in (0, 1).
-
-    Returns:
-      A `OneRunAudit`.
-
-    Raises:
-      TypeError, ValueError: arrays do not fit, a score is NaN, or a number is out of range.
-
-    >>> rng = np.random.default_rng(0)
-    >>> included = rng.random(10_000) < 0.5
-    >>> scores = included + rng.normal(size=10_000)  # each canary through a Gaussian with mu = 1
-    >>> audit = epsilon_one_run(scores, included, guesses=400, delta=1e-5, significance=0.01)
-    >>> audit.correct, round(audit.bound, 2)
-    (366, 1.9)
-    """
-    _significance(significance)
-    scores = _floats("scores", scores, 1, 2)
-    if np.isnan(scores).any():
-        remedy = "Score a canary whose score is not finite by infinity, one way or the other."
-        _check.fail("scores", "free of NaN", scores, remedy)
-    included = np.asarray(included)
-    if included.dtype != bool or included.shape != scores.shape:
-        expected = f"booleans of shape {scores.shape}, as scores have it"
-        _check.fail("included", expected, included, "Pass one coin a canary.", TypeError)
-    remedy = "Half of them say that a canary was in, half that it was out."
-    _check.integer("guesses", guesses, at_least=2, at_most=len(scores), remedy=remedy)
-    if guesses % 2:
-        _check.fail("guesses", "even", guesses, remedy)
-    order = np.argsort(scores, kind="stable")
-    ins, outs = order[-(guesses // 2) :], order[: guesses // 2]
-    correct = int(included[ins].sum() + (~included[outs]).sum())
-    counted = correct, guesses, len(scores)
-    bound = _largest_refuted(counted, delta, significance)
-    return OneRunAudit(bound, float(delta), len(scores), guesses, correct, significance)
-
-
-def _largest_refuted(counted: tuple[int, int, int], delta: float, significance: float) -> float:
-    """The epsilon up to which so many correct guesses would be too unlikely, by bisection."""
-
-    def refuted(epsilon: float) -> bool:
-        return one_run_p_value(*counted, epsilon=epsilon, delta=delta) <= significance
-
-    low, high = 0.0, 1.0
-    if not refuted(low):
-        return 0.0
-    while refuted(high):
-        low, high = high, 2 * high
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
-    return low
-
-
-def _significance(value: float) -> None:
-    remedy = "It is the probability of a wrong bound; divide it by the number of bounds you state."
-    _check.number("significance", value, above=0, below=1, remedy=remedy)
-
-
-def _floats(name: str, value: Any, ndim: int, at_least: int) -> np.ndarray:
-    """The value as float64, if it is an array of numbers with enough rows."""
-    value = np.asarray(value)
-    numbers = np.issubdtype(value.dtype, np.floating) or np.issubdtype(value.dtype, np.integer)
-    shape = "a vector" if ndim == 1 else "a matrix with one release a row"
-    if not numbers:
-        _check.fail(name, f"{shape} of numbers", value, "Convert it to floats.", TypeError)
-    if value.ndim != ndim or len(value) < at_least:
-        expected = f"{shape}, of at least {at_least} draws"
-        _check.fail(name, expected, _check.Words(f"shape {value.shape}"), _MORE)
-    return value.astype(np.float64)

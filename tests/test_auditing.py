@@ -15,7 +15,7 @@ from scipy import stats
 
 from experiments import _audit_cases, _audit_tables, _audit_twins, audit
 from experiments._run import UsageError
-from jdp import auditing
+from jdp import auditing, one_run
 from jdp.accounting import privacy_spent
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -184,7 +184,7 @@ def test_one_run_agrees_with_jax_privacy():
                 own = auditing.one_run_p_value(v, r, m, epsilon=epsilon, delta=delta)
                 other = theirs._one_run_p_value(m, r, v, epsilon, delta)
                 assert own == pytest.approx(other, rel=1e-9)
-            bound = auditing._largest_refuted((v, r, m), delta, SIGNIFICANCE)
+            bound = one_run._largest_refuted((v, r, m), delta, SIGNIFICANCE)
             other = theirs._epsilon_one_run(0.0, m, r, v, SIGNIFICANCE, delta)
             assert bound == pytest.approx(other, abs=1e-4)
 

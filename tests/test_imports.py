@@ -41,7 +41,9 @@ TABLE = {
     "shuffling": {"_typing", "_check", "_accountants"},
     "one_visit": {"_typing", "_check", "accounting", "planning", "sampling", "shuffling"},
     # The auditor does not trust the accountant, nor anything else that it audits.
-    "auditing": {"_check"},
+    "_confidence": {"_check"},
+    "one_run": {"_check", "_confidence"},
+    "auditing": {"_check", "_confidence", "one_run"},
     # PATE: what a vote costs, and the vote.
     "vote_plan": {"_typing", "_check", "accounting", "one_visit", "planning"},
     "pate": BASE | CORE | {"vote_plan"},
