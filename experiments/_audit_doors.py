@@ -66,7 +66,7 @@ def strategy(**options: Any) -> Case:
     def release(key, present):
         params = jnp.zeros((2, 5))
         tx = jdp.privatize(1.0, batch_size=BATCH, key=key)
-        clipped = grad(params, batch, mask=mask_of(present))
+        clipped: Any = grad(params, batch, mask=mask_of(present))
         return flat(tx.update(clipped, tx.init(params), params)[0]), ALWAYS
 
     return Case(release)

@@ -34,8 +34,8 @@ def poisson_run() -> Case:
     def release(key, present):
         noise_key, sampling_key = jax.random.split(key)
         data = jnp.zeros((8, 3)).at[-1].set(jnp.where(present, -HUGE, 0) * jnp.eye(3)[0])
-        tx = jdp.privatize(z, batch_size=plan.batch_size, key=noise_key)
-        tx = optax.chain(tx, optax.sgd(1.0))
+        inner = jdp.privatize(z, batch_size=plan.batch_size, key=noise_key)
+        tx: Any = optax.chain(inner, optax.sgd(1.0))
 
         def step(carry, i):
             w, state = carry

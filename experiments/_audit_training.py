@@ -100,7 +100,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     """Handwritten digits, pixels in [0, 1]."""
     from sklearn.datasets import load_digits
 
-    x, y = load_digits(return_X_y=True)
+    x, y = map(np.asarray, load_digits(return_X_y=True))
     return (x / 16).astype(np.float32), y.astype(np.int32)
 
 
@@ -126,7 +126,7 @@ def _program(name: str, canaries: int) -> Callable[..., Any]:
         noise_key, sampling_key = jax.random.split(key)
         there = jnp.concatenate([jnp.ones(len(y), bool), included])
         params = {"w": jnp.zeros((x.shape[1], 10)), "slots": jnp.zeros(canaries)}
-        tx = optax.chain(training.transform(plan, noise_key), optax.sgd(1.0))
+        tx: Any = optax.chain(training.transform(plan, noise_key), optax.sgd(1.0))
 
         def step(carry, i):
             params, state = carry

@@ -282,7 +282,7 @@ def gaussian_score(
 
     def score(draws: np.ndarray) -> np.ndarray:
         draws = _rows(draws)
-        whole = np.isfinite(draws).all(axis=1)
+        whole: Any = np.isfinite(draws).all(axis=1)
         scaled = np.where(whole[:, None], draws, 0) / spread
         with_, without = (
             np.sum(((scaled - mean) @ root) ** 2, axis=1) - constant
