@@ -6,7 +6,14 @@ python -m experiments.tables
 import pathlib
 from typing import Any
 
-from experiments import _ablation_report, _probe_report, _speed_tables, gep_table
+from experiments import (
+    _ablation_report,
+    _audit_tables,
+    _hypernet_tables,
+    _probe_report,
+    _speed_tables,
+    gep_table,
+)
 from experiments._methods import Setting, public_data
 from experiments._relu_tables import relu_tables
 from experiments._run import read_json
@@ -54,6 +61,8 @@ def tables() -> dict[str, str]:
         "gep_ablation": _ablation_report.markdown,
         "gep_table": gep_table.markdown,
         "linear_probe": _probe_report.markdown,
+        "hypernet_regression": _hypernet_tables.markdown,
+        "audit": _audit_tables.markdown,
     }
     return {
         name: write.get(summary.get("experiment", ""), table)(summary)
