@@ -87,7 +87,8 @@ def _plain(name: str, value: Any) -> str:
     except TypeError:
         remedy = "What is no plain value belongs in the program, or is named by a string."
         expected = "numbers, strings, booleans, None, or lists and dictionaries of them"
-        return _check.fail(f"config[{name!r}]", expected, value, remedy, TypeError) or ""
+        _check.fail(f"config[{name!r}]", expected, value, remedy, TypeError)
+        raise
 
 
 def _hash(text: str) -> str:

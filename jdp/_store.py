@@ -75,6 +75,7 @@ class Store:
         with self._writing():
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
+            _restrict(self.folder)
 
     def newest(self) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
         """The newest checkpoint that can be read, or None where there is none at all.
@@ -159,9 +160,10 @@ def fold(state: PyTree, nonce: tuple[int, ...] | None) -> PyTree:
     """Fold a nonce into every key of a state."""
 
     def own(leaf):
+        flat = leaf.reshape(-1)
         for word in nonce or ():
-            leaf = jax.random.fold_in(leaf, jnp.uint32(word))
-        return leaf
+            flat = jax.vmap(jax.random.fold_in, (0, None))(flat, jnp.uint32(word))
+        return flat.reshape(leaf.shape)
 
     return jax.tree.map(lambda leaf: own(leaf) if _is_key(leaf) else leaf, state)
 
