@@ -26,9 +26,9 @@ labels too. Any method can have what made dp-sgd strong since (De et al. 2022): 
 --batch-size, --average. The default data, 5,000 MNIST digits, come inside a Python package, so
 `python -m experiments.gep` needs no download. Results go to a folder (summary.json, report.txt,
 curves.png, and ledger.jsonl, which records what was released); a run that was killed is taken up
-where it stopped, and ends as if it had not been. If anything changed meanwhile it is refused, unless
---resume-as-new pays for the repeated steps again. While a run is unfinished the folder holds its
-secret keys (checkpoints/, readable by its owner alone). The last line on standard output is the
+where it stopped, and ends as if it had not been. If anything changed meanwhile it is refused,
+unless --resume-as-new pays for the repeated steps again. While a run is unfinished the folder holds
+its secret keys (checkpoints/, readable by its owner alone). The last line on standard output is the
 summary as one JSON object.
 
   python -m experiments.gep                                     all six methods, 5 seeds, epsilon 1

@@ -20,7 +20,12 @@ from jdp.planning import TrainingPlan
 Program = str | Callable[[Any, PyTree], PyTree]
 
 _PACKAGES = ("jdp", "jax", "jaxlib", "numpy")
-_SETTINGS = ("enable_x64", "default_matmul_precision", "default_prng_impl", "threefry_partitionable")
+_SETTINGS = (
+    "enable_x64",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "threefry_partitionable",
+)
 _SETTINGS += ("disable_most_optimizations", "disable_jit")
 _NOT_QUERIES = ("event", "spent", "target_epsilon")  # of a plan: what it costs, not what it asks
 

@@ -100,8 +100,8 @@ class Store:
         if reason is None:
             return None
         raise OSError(
-            f"none of the checkpoints in {self.folder} can be read ({_first_line(reason)}). Restore "
-            "them from a copy; or delete that folder, and resume as new: all steps are then "
+            f"none of the checkpoints in {self.folder} can be read ({_first_line(reason)}). Bring "
+            "them back from a copy; or delete that folder, and resume as new: all steps are then "
             "charged again"
         ) from reason
 
@@ -206,4 +206,5 @@ def _restrict(folder: pathlib.Path) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return line if len(line) <= 200 else line[:197] + "..."

@@ -1,4 +1,4 @@
-"""A durable record of what was released: on disk BEFORE it is released, so it never says too little.
+"""A durable record of what was released, on disk BEFORE it is: it never says too little.
 
 `ledger.jsonl` has one JSON object a line, only ever appended to. A *segment* is opened by the line
 that says what determines its queries (public names and numbers, never a hash of private data), and
@@ -21,7 +21,7 @@ from typing import Any
 import dp_accounting as dpa
 
 from jdp import _check, accounting
-from jdp.accounting import Accountant, Event, PrivacySpent
+from jdp.accounting import Event, PrivacySpent
 from jdp.planning import TrainingPlan
 
 FILE = "ledger.jsonl"
@@ -203,18 +203,18 @@ class Ledger:
         """
         if run is not None and run not in self.runs:
             _check.fail("run", f"one of {self.runs}", run, f"The ledger is {self.path}.")
-        runs = self.runs if run is None else (run,)
-        segments = [own for name in runs for own in self.segments(name) if own.statement]
-        kinds = {(own.statement["adjacency"], own.statement["accountant"]) for own in segments}  # pyright: ignore[reportOptionalSubscript]
+        segments = [own for name in ([run] if run else self.runs) for own in self.segments(name)]
+        charged = [(own.event, own.statement) for own in segments if own.statement]
+        kinds = {(statement["adjacency"], statement["accountant"]) for _, statement in charged}
         if len(kinds) > 1:
             remedy = "Ask for one run; there is no account of all of them together."
             _check.fail("run", "of one adjacency and accountant", sorted(kinds), remedy)
         adjacency, accountant = kinds.pop() if kinds else ("zero-out", "pld")
         if delta is None:
-            delta = max((own.statement["delta"] for own in segments if own.statement), default=0.5)
-        event = dpa.ComposedDpEvent([own.event for own in segments])
-        kind: Accountant = accountant
-        return accounting.privacy_spent(event, delta=delta, accountant=kind, adjacency=adjacency)
+            delta = max((float(statement["delta"]) for _, statement in charged), default=0.5)
+        event = dpa.ComposedDpEvent([event for event, _ in charged])
+        own: Any = {"accountant": accountant, "adjacency": adjacency}
+        return accounting.privacy_spent(event, delta=float(delta), **own)
 
     def _append(self, run: str, entry: dict[str, Any]) -> None:
         if self._file is None:

@@ -11,7 +11,7 @@ hypothesis.settings.load_profile("ci")
 # misuse must be caught under the settings that users have.
 LENIENT = ("test_datasets", "test_models", "test_experiments", "test_misuse", "test_interop")
 LENIENT += ("test_aggregate", "test_speed", "test_relu_estimator", "test_relu_study", "test_adam")
-LENIENT += ("test_linear_probe",)
+LENIENT += ("test_linear_probe", "test_resume")
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +31,7 @@ UNOPTIMIZED += ("test_relu_regression", "test_relu_estimator", "test_thresholds"
 UNOPTIMIZED += ("test_relu_study", "test_one_visit", "test_bookkeeping_scans")
 UNOPTIMIZED += ("test_public_data", "test_linear_probe")
 UNOPTIMIZED += ("test_pate", "test_experiments_pate")
+UNOPTIMIZED += ("test_resume",)
 UNOPTIMIZED_TESTS = ("test_door", "test_random_models")
 
 

@@ -43,7 +43,7 @@ def write_state(file, leaves):
 def loop(folder):
     """The loop of the README, in small."""
     x, y = (jnp.asarray(part[:1500], jnp.float32) for part in load_digits(return_X_y=True))
-    plan = jdp.plan(num_examples=1500, batch_size=100, steps=400, epsilon=2.0, delta=1e-5)
+    plan = jdp.plan(num_examples=1500, batch_size=100, steps=120, epsilon=2.0, delta=1e-5)
 
     def loss(w, example):
         logits = example[0] @ w / 16

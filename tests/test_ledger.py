@@ -17,7 +17,8 @@ QUERIES = {"learning_rate": "0.1"}
 
 
 def _plan(**change):
-    own = {"num_examples": 1_000, "batch_size": 100, "steps": 20, "delta": 1e-5, "epsilon": 1.0}
+    own = {"num_examples": 1_000, "batch_size": 100, "steps": 20, "delta": 1e-5}
+    own["noise_multiplier"] = 2.0
     return jdp.plan(**(own | change))
 
 
