@@ -45,6 +45,10 @@ class Args:
     """Evaluate on this many of the private records, held out, instead of the test set."""
     out: pathlib.Path | None = None
     """Run folder; by default runs/gep/<data set>-eps<epsilon>."""
+    resume_as_new: bool = False
+    """If what determines an unfinished run changed: take new keys, and charge its steps again."""
+    save_every: float = 60.0
+    """Seconds between checkpoints."""
     eval_every: int | None = None
     """Steps between two evaluations; by default a twentieth of the run."""
     devices: int = 1
@@ -142,6 +146,7 @@ def check(args: Args):
         "augmentations": np.inf,
         "validation": np.inf,
         "num_public": np.inf,
+        "save_every": np.inf,
     }
     for key, limit in (limits | {"seed": 2**32}).items():
         value = getattr(args, key)

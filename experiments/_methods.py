@@ -1,6 +1,7 @@
 """How each method of `experiments.gep` turns data into a model, or a test accuracy."""
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import jdp
-from experiments import _pate, _training
+from experiments import _pate, _resume, _training
 from experiments._run import Keys
 from experiments._training import Run, pad_rows
 from experiments.datasets import Dataset
@@ -176,9 +177,10 @@ def make_run(
       devices: how many to share the private data and every batch out to.
 
     Returns:
-      `run(keys, advance) -> result`: the test accuracy after the last step (of the moving average
-      of the parameters, where the setting has one), the curve, and the time. `advance(steps)`
-      is called as it goes.
+      `run(keys, advance, resume=None) -> result`: the test accuracy after the last step (of the
+      moving average of the parameters, where the setting has one), the curve, and the time.
+      `advance(steps)` is called as it goes; with `resume` (see `experiments._resume`) the run is
+      saved, and taken up.
     """
     if method == "class-means":
         shared = _training.batch_sharding(devices)[0]
@@ -212,7 +214,7 @@ def _class_means(
     size = float(np.median(np.linalg.norm(features(anchors), axis=1)))
     weight = size / 2
 
-    def run(keys: Keys, advance: Callable[[int], None]) -> dict[str, Any]:
+    def release(keys: Keys, advance: Callable[[int], None]) -> dict[str, Any]:
         started = time.monotonic()
         own = np.eye(data.num_classes, dtype=np.float32)[data.train_labels]
         contributions = {
@@ -232,5 +234,9 @@ def _class_means(
         advance(1)
         seconds = time.monotonic() - started
         return {"test_accuracy": accuracy, "curve": [[1, accuracy]], "seconds": seconds}
+
+    def run(keys: Keys, advance: Callable[[int], None], resume=None) -> dict[str, Any]:
+        program = inspect.getsource(_class_means)
+        return _resume.once(lambda keys: release(keys, advance), keys, resume, program)
 
     return run

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments import _augment
+from experiments._resume import Resume, Unsaved
 from experiments._run import Keys
 from experiments._updates import descent, private_update
 from experiments.datasets import Dataset
@@ -20,7 +21,7 @@ from experiments.models import Model
 if TYPE_CHECKING:
     from experiments._methods import Setting
 
-Run = Callable[[Keys, Callable[[int], None]], dict[str, Any]]
+Run = Callable[..., dict[str, Any]]
 
 
 class Trainer(NamedTuple):
@@ -28,13 +29,13 @@ class Trainer(NamedTuple):
 
     Attributes:
       begin: `(keys) -> carry`, whose first entry are the parameters, the last their average.
-      compile: `(carry, keys) -> (program, bytes of temporary memory)`;
+      compile: `(carry, keys) -> (program, bytes of temporary memory, text of the program)`;
         `program(start, stop, carry, keys) -> carry` takes steps.
       accuracy: `(params) -> test accuracy`.
     """
 
     begin: Callable[[Keys], Any]
-    compile: Callable[[Any, Keys], tuple[Callable[..., Any], int | None]]
+    compile: Callable[[Any, Keys], tuple[Callable[..., Any], int | None, str]]
     accuracy: Callable[[Any], float]
 
 
@@ -116,11 +117,13 @@ def make_trainer(
         return jax.lax.fori_loop(start, stop, body, carry)
 
     def compiled(carry, keys: Keys):
-        program = advance.lower(0, 0, carry, keys, examples).compile()
+        traced = advance.trace(0, 0, carry, keys, examples)
+        program = traced.lower().compile()
         memory = program.memory_analysis()
         return (
             lambda start, stop, carry, keys: program(start, stop, carry, keys, examples),
             None if memory is None else memory.temp_size_in_bytes,
+            str(traced.jaxpr),
         )
 
     return Trainer(begin, compiled, _accuracy(model, data))
@@ -128,27 +131,39 @@ def make_trainer(
 
 def make_run(trainer: Trainer, steps: int, eval_every: int) -> Run:
     """Run a trainer to its last step, with an accuracy every few steps on the way."""
-    programs: list[Any] = []  # one, for all runs, with its memory and the seconds to compile it
+    programs: list[
+        Any
+    ] = []  # one, for all runs, its memory and text, and the seconds to compile it
 
-    def run(keys: Keys, advance: Callable[[int], None]) -> dict[str, Any]:
+    def run(
+        keys: Keys, advance: Callable[[int], None], resume: Resume | None = None
+    ) -> dict[str, Any]:
         started = time.monotonic()
-        carry, curve, seconds = trainer.begin(keys), [], []
+        carry = trainer.begin(keys)
         if not programs:
             before = time.monotonic()
             compiled = trainer.compile(carry, keys)
             programs.append((*compiled, time.monotonic() - before))
-        program, temporary_bytes, compile_seconds = programs[0]
-        for start in range(0, steps, eval_every):
-            stop = min(start + eval_every, steps)
+        program, temporary_bytes, text, compile_seconds = programs[0]
+        saved = resume((keys, carry), text) if resume else Unsaved((keys, carry), steps)
+        notes = saved.notes
+        curve, seconds = notes.setdefault("curve", []), notes.setdefault("seconds", [])
+        earlier = notes.get("elapsed", 0.0)
+        if saved.step:
+            advance(saved.step)
+        for start, stop in saved.chunks(eval_every):
             before = time.monotonic()
+            keys, carry = saved.state
             carry = jax.block_until_ready(program(start, stop, carry, keys))
+            saved.state = keys, carry
             seconds.append((time.monotonic() - before) / (stop - start))
             curve.append([stop, trainer.accuracy(carry[-1])])
+            notes["elapsed"] = earlier + time.monotonic() - started
             advance(stop - start)
         return {
             "test_accuracy": curve[-1][1],
             "curve": curve,
-            "seconds": time.monotonic() - started,
+            "seconds": notes["elapsed"],
             "seconds_per_step": float(np.median(seconds)),
             "compile_seconds": compile_seconds,
             "temporary_bytes": temporary_bytes,

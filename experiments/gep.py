@@ -25,8 +25,11 @@ The table says for every method which public data it used: of adadps, pda-dpmd a
 labels too. Any method can have what made dp-sgd strong since (De et al. 2022): --augmentations,
 --batch-size, --average. The default data, 5,000 MNIST digits, come inside a Python package, so
 `python -m experiments.gep` needs no download. Results go to a folder (summary.json, report.txt,
-curves.png); a run that was interrupted is taken up where it stopped. The last line on standard
-output is the summary as one JSON object.
+curves.png, and ledger.jsonl, which records what was released); a run that was killed is taken up
+where it stopped, and ends as if it had not been. If anything changed meanwhile it is refused,
+unless --resume-as-new pays for the repeated steps again. While a run is unfinished the folder holds
+its secret keys (checkpoints/, readable by its owner alone). The last line on standard output is the
+summary as one JSON object.
 
   python -m experiments.gep                                     all six methods, 5 seeds, epsilon 1
   python -m experiments.gep --epsilon 0.5 --methods dp-sgd gep  two of them, under another budget
@@ -36,11 +39,12 @@ output is the summary as one JSON object.
 
 import dataclasses
 import pathlib
+import zlib
 from typing import Any
 
 import numpy as np
 
-from experiments import _run, datasets, models
+from experiments import _resume, _run, datasets, models
 from experiments._gep_args import Args, check
 from experiments._methods import (
     IN_SUBSPACE,
@@ -55,6 +59,7 @@ from experiments._methods import (
     public_data,
 )
 from experiments._run import UsageError
+from jdp import checkpoints
 
 # mnist-5k: what `python -m experiments.search_gep` found for gep and dp-sgd on validation parts of
 # the private set (the trials are in experiments/results); b-gep has gep's setting.
@@ -129,35 +134,53 @@ def main(args: Args) -> dict[str, Any]:
         for method, own in chosen.items()
     }
     rows = {}
-    for method in args.methods:
-        own = chosen[method]
-        run, runs = None, []
-        for repeat in range(args.seeds):
-            result = folder.get(*pieces[method, repeat])
-            if result is None:
-                every = args.eval_every or max(1, own.steps // 20)
-                rest = budgets[method], every, args.devices
-                run = run or make_run(method, own, model, data, anchors, *rest)
-                total = {"class-means": 1, "pate": getattr(own, "teachers", 0)}
-                total = total.get(method, own.steps)
-                with _run.progress(f"{method} {repeat + 1}/{args.seeds}", total) as advance:
-                    result = run(_run.keys(args.seed, repeat), advance)
-                result = folder.put(*pieces[method, repeat], result)
-            runs.append(result)
-        accuracies = [result["test_accuracy"] for result in runs]
-        public = public_data(method, own, shared["anchors"], len(data.public_labels))
-        rows[method] = {
-            "test_accuracy_mean": float(np.mean(accuracies)),
-            "test_accuracy_std": float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0,
-            "epsilon_spent": budgets[method].epsilon_spent,
-            "noise_multiplier": budgets[method].noise_multiplier,
-            "seconds": sum(result["seconds"] for result in runs),
-            "compile_seconds": runs[0].get("compile_seconds"),
-            "setting": dataclasses.asdict(own),
-            "public_data": public,
-            "privacy": statement(args, method, own, budgets[method], public),
-            "runs": runs,
-        }
+    public_images = {"anchors_check": zlib.crc32(anchors.tobytes()), "devices": args.devices}
+    with _resume.open_ledger(folder) as ledger:
+        for method in args.methods:
+            own, spend = chosen[method], budgets[method]
+            every = args.eval_every or max(1, own.steps // 20)
+            run, runs, names = None, [], []
+            rest = own.steps, args.delta, spend.noise_multiplier
+            plan = _resume.accounted(method, spend.plan, size, *rest)
+            for repeat in range(args.seeds):
+                piece, config = pieces[method, repeat]
+                name = piece.replace("/", "-")
+                result = folder.get(piece, config)
+                if result is None:
+                    given = spend, every, args.devices
+                    run = run or make_run(method, own, model, data, anchors, *given)
+                    resume = _resume.resumable(
+                        ledger,
+                        plan,
+                        config | public_images,
+                        own.steps,
+                        name=name,
+                        save_every=args.save_every,
+                        as_new=args.resume_as_new,
+                    )
+                    total = {"class-means": 1, "pate": getattr(own, "teachers", 0)}
+                    total = total.get(method, own.steps)
+                    with _run.progress(f"{method} {repeat + 1}/{args.seeds}", total) as advance:
+                        result = run(_run.keys(args.seed, repeat), advance, resume)
+                    result = folder.put(piece, config, result)
+                checkpoints.discard(folder.path, name)  # and the keys
+                runs.append(result)
+                names.append(name)
+            accuracies = [result["test_accuracy"] for result in runs]
+            public = public_data(method, own, shared["anchors"], len(data.public_labels))
+            cost = _resume.spent(ledger, names, spend.epsilon_spent)
+            rows[method] = {
+                "test_accuracy_mean": float(np.mean(accuracies)),
+                "test_accuracy_std": float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0,
+                "epsilon_spent": cost.epsilon,
+                "noise_multiplier": spend.noise_multiplier,
+                "seconds": sum(result["seconds"] for result in runs),
+                "compile_seconds": runs[0].get("compile_seconds"),
+                "setting": dataclasses.asdict(own),
+                "public_data": public,
+                "privacy": statement(args, method, own, spend, public) + cost.line,
+                "runs": runs,
+            }
     summary = {
         "dataset": args.dataset,
         "epsilon": args.epsilon,

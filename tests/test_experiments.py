@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jdp
 from experiments import _augment, _methods, _run, datasets, gep, gep_table, models, search_gep
 from experiments._methods import METHODS, OPTIONAL, PLANNED, WITH_LABELS, Setting, public_data
 from experiments._run import UsageError
@@ -53,7 +54,12 @@ def test_smoke_runs_every_method_and_ends_in_one_json_line(smoke):
     assert last["methods"]["public-only"]["epsilon_spent"] == 0
     assert last["methods"]["non-private"]["epsilon_spent"] is None
     files = {path.name for path in out.iterdir()}
-    assert files == {"results.json", "summary.json", "report.txt", "curves.png"}
+    assert files == {"results.json", "summary.json", "report.txt", "curves.png", "ledger.jsonl"}
+    ledger = jdp.Ledger(out, read_only=True)
+    assert ledger.runs == tuple(f"{method}-0" for method in METHODS)
+    spent = {run: ledger.spent(run).epsilon for run in ledger.runs}
+    assert all(0.99 <= spent[f"{m}-0"] <= 1 for m in ("dp-sgd", "b-gep", "gep", "class-means"))
+    assert (spent["non-private-0"], spent["public-only-0"]) == (float("inf"), 0)
     report = (out / "report.txt").read_text()
     assert "NOT private against whoever knows the seed" in report
     assert "Not paid for" in report and report in done.stdout

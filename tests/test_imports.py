@@ -40,6 +40,10 @@ TABLE = {
     "accounting": {"_typing", "_check", "_accountants"},
     "sampling": {"_typing", "_check"},
     "planning": {"_typing", "_check", "accounting", "sampling"},
+    "ledger": {"_typing", "_check", "accounting", "planning"},
+    "_queries": {"_typing", "_check", "planning"},
+    "_store": {"_typing", "_check"},
+    "checkpoints": {"_typing", "_check", "_queries", "_store", "ledger", "planning"},
     "shuffling": {"_typing", "_check", "_accountants"},
     "one_visit": {"_typing", "_check", "accounting", "planning", "sampling", "shuffling"},
     # The auditor does not trust the accountant, nor anything else that it audits.
