@@ -15,15 +15,27 @@ from experiments.tables import tables
 README = pathlib.Path(__file__).parents[1] / "README.md"
 
 
-def test_the_program_in_the_readme_runs():
-    program = re.search(r"```python\n(import jax.*?)```", README.read_text(), re.DOTALL)
-    assert program is not None
+PROGRAMS = re.findall(r"```python\n(import jax.*?)```", README.read_text(), re.DOTALL)
+
+
+def _run(program, folder):
     done = subprocess.run(
-        [sys.executable, "-c", program.group(1)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True
     )
-    accuracy, statement = done.stdout.split("\n", 1)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_program_in_the_readme_runs(tmp_path):
+    accuracy, statement = _run(PROGRAMS[0], tmp_path).split("\n", 1)
     assert float(accuracy) > 0.8
     assert "(2, 1e-05)-differential privacy" in statement
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(1, len(PROGRAMS)))
+def test_further_programs_in_the_readme_run(number, tmp_path):
+    assert _run(PROGRAMS[number], tmp_path)
 
 
 @pytest.mark.parametrize(("name", "text"), tables().items(), ids=lambda value: value[:20])
