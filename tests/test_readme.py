@@ -1,5 +1,6 @@
 """What README.md says is so: its program runs, and its numbers are those of committed results."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -19,9 +20,9 @@ PROGRAMS = re.findall(r"```python\n(import jax.*?)```", README.read_text(), re.D
 
 
 def _run(program, folder):
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", program]
+    ours = os.environ | {"PYTHONPATH": str(README.parent)}
+    done = subprocess.run(command, cwd=folder, env=ours, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
