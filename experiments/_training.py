@@ -134,9 +134,7 @@ def make_trainer(
 
 def make_run(trainer: Trainer, steps: int, eval_every: int) -> Run:
     """Run a trainer to its last step, with an accuracy every few steps on the way."""
-    programs: list[
-        Any
-    ] = []  # one, for all runs, its memory and text, and the seconds to compile it
+    programs: list[Any] = []  # one, for all runs, with its memory and the seconds to compile it
 
     def run(
         keys: Keys, advance: Callable[[int], None], resume: Resume | None = None
