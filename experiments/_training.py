@@ -29,13 +29,15 @@ class Trainer(NamedTuple):
 
     Attributes:
       begin: `(keys) -> carry`, whose first entry are the parameters, the last their average.
-      compile: `(carry, keys) -> (program, bytes of temporary memory, text of the program)`;
+      text: `(carry, keys) -> the program as text`, which determines every query.
+      compile: `(carry, keys) -> (program, bytes of temporary memory)`;
         `program(start, stop, carry, keys) -> carry` takes steps.
       accuracy: `(params) -> test accuracy`.
     """
 
     begin: Callable[[Keys], Any]
-    compile: Callable[[Any, Keys], tuple[Callable[..., Any], int | None, str]]
+    text: Callable[[Any, Keys], str]
+    compile: Callable[[Any, Keys], tuple[Callable[..., Any], int | None]]
     accuracy: Callable[[Any], float]
 
 
@@ -116,36 +118,37 @@ def make_trainer(
         body = lambda index, carry: step(index, carry, keys, examples)  # noqa: E731
         return jax.lax.fori_loop(start, stop, body, carry)
 
+    def text(carry, keys: Keys):
+        return str(advance.trace(0, 0, carry, keys, examples).jaxpr)
+
     def compiled(carry, keys: Keys):
-        traced = advance.trace(0, 0, carry, keys, examples)
-        program = traced.lower().compile()
+        program = advance.lower(0, 0, carry, keys, examples).compile()
         memory = program.memory_analysis()
         return (
             lambda start, stop, carry, keys: program(start, stop, carry, keys, examples),
             None if memory is None else memory.temp_size_in_bytes,
-            str(traced.jaxpr),
         )
 
-    return Trainer(begin, compiled, _accuracy(model, data))
+    return Trainer(begin, text, compiled, _accuracy(model, data))
 
 
 def make_run(trainer: Trainer, steps: int, eval_every: int) -> Run:
     """Run a trainer to its last step, with an accuracy every few steps on the way."""
-    programs: list[
-        Any
-    ] = []  # one, for all runs, its memory and text, and the seconds to compile it
+    programs: list[Any] = []  # one, for all runs, with its memory and the seconds to compile it
 
     def run(
         keys: Keys, advance: Callable[[int], None], resume: Resume | None = None
     ) -> dict[str, Any]:
         started = time.monotonic()
         carry = trainer.begin(keys)
+        saved: Any = Unsaved((keys, carry), steps)
+        if resume:
+            saved = resume((keys, carry), trainer.text(carry, keys))
         if not programs:
             before = time.monotonic()
             compiled = trainer.compile(carry, keys)
             programs.append((*compiled, time.monotonic() - before))
-        program, temporary_bytes, text, compile_seconds = programs[0]
-        saved = resume((keys, carry), text) if resume else Unsaved((keys, carry), steps)
+        program, temporary_bytes, compile_seconds = programs[0]
         notes = saved.notes
         curve, seconds = notes.setdefault("curve", []), notes.setdefault("seconds", [])
         earlier = notes.get("elapsed", 0.0)

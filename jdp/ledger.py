@@ -6,21 +6,17 @@ charged in ranges of steps, each before its noise is drawn. Steps that a resumed
 the same keys and queries are the same release, and are not charged twice. Host code.
 """
 
-import contextlib
 import dataclasses
-import errno
-import json
 import os
 import pathlib
 import re
-import time
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import dp_accounting as dpa
 
 from jdp import _check, accounting
+from jdp._journal import Journal
 from jdp.accounting import Event, PrivacySpent
 from jdp.planning import TrainingPlan
 
@@ -93,27 +89,10 @@ class Ledger:
     def __init__(self, folder: str | os.PathLike, *, read_only: bool = False):
         self.folder = pathlib.Path(folder)
         self.path = self.folder / FILE
-        self.length = 0  # lines
         self._segments: dict[str, list[Segment]] = {}
-        self._file: int | None = None
-        if not read_only:
-            with _explained(f"cannot open the ledger {self.path}"):
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            if self._file is not None:
-                _lock(self._file, self.path)
-            text = self.path.read_bytes()
-            for entry in _parse(text, self.path):
-                self._take(entry)
-            if self._file is not None:
-                with _explained(f"cannot repair the ledger {self.path}"):
-                    os.ftruncate(self._file, text.rfind(b"\n") + 1)
-                    os.fsync(self._file)  # its writer may have died before
-                    _sync_folder(self.folder)
-        except BaseException:
-            self.close()
-            raise
+        self._journal = Journal(self.path, read_only=read_only)
+        for entry in self._journal.entries:
+            self._take(entry)
 
     def __enter__(self) -> "Ledger":
         """Return itself."""
@@ -125,9 +104,12 @@ class Ledger:
 
     def close(self) -> None:
         """Give the lock back; nothing can be charged after this."""
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
+        self._journal.close()
+
+    @property
+    def length(self) -> int:
+        """Number of lines."""
+        return len(self._journal.entries)
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -157,7 +139,7 @@ class Ledger:
           nonce: public words, folded into all keys of the run.
 
         Raises:
-          ValueError: the name has other characters.
+          ValueError: the name has other characters, or adjacency or accountant changed.
           OSError: the ledger could not be written.
         """
         check_name(run)
@@ -165,8 +147,12 @@ class Ledger:
         if plan is not None:
             accountant = "rdp" if plan.spent.accountant == "rdp" else "pld"
             statement = {"adjacency": plan.adjacency, "delta": plan.delta, "accountant": accountant}
+            for own in self.segments(run):
+                if own.statement and {**own.statement, "delta": 0} != {**statement, "delta": 0}:
+                    remedy = "One run has one account: begin in another folder."
+                    _check.fail("plan", f"of {own.statement}", statement, remedy)
         entry = {"kind": "segment", "start": start, "nonce": nonce, "queries": dict(queries)}
-        self._append(run, entry | {"statement": statement})
+        self._take(self._journal.append(entry | {"run": run, "statement": statement}))
 
     def charge(self, run: str, plan: TrainingPlan, *, stop: int) -> None:
         """Charge a run's steps below `stop`; what its segment has paid for already stays paid.
@@ -182,11 +168,14 @@ class Ledger:
         """
         remedy = f"The plan pays for {plan.steps} steps; plan more of them before training."
         _check.integer("stop", stop, at_least=0, at_most=plan.steps, remedy=remedy)
-        if not (segments := self.segments(run)):
-            _check.fail("run", f"one of {self.runs}", run, "Call open_segment first.")
+        segments = self.segments(run)
+        if not segments or segments[-1].statement is None:
+            expected = f"one of {self.runs} that has a plan"
+            _check.fail("run", expected, run, "Call open_segment first, with the plan.")
         if stop > segments[-1].charged:
             event = _encode(cost(plan, segments[-1].start, stop))
-            self._append(run, {"kind": "charge", "stop": stop, "event": event})
+            entry = {"run": run, "kind": "charge", "stop": stop, "event": event}
+            self._take(self._journal.append(entry))
 
     def spent(self, run: str | None = None, *, delta: float | None = None) -> PrivacySpent:
         """What a run has spent at most, or all runs of the folder together.
@@ -216,35 +205,17 @@ class Ledger:
         own: Any = {"accountant": accountant, "adjacency": adjacency}
         return accounting.privacy_spent(event, delta=float(delta), **own)
 
-    def _append(self, run: str, entry: dict[str, Any]) -> None:
-        if self._file is None:
-            raise ValueError(
-                f"`{self.path}` must be open, but got closed or read-only. Nothing was released; "
-                "open it with jdp.Ledger(folder), and resume."
-            )
-        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        entry = {"number": self.length, "run": run, "time": when} | entry
-        line = _line(entry)
-        try:
-            with _explained(f"cannot write to the ledger {self.path}, so nothing was released"):
-                _write(self._file, line)
-        except BaseException:
-            self.close()  # what the disk has is not known: read it again
-            raise
-        self._take(json.loads(line))
-
     def _take(self, entry: dict[str, Any]) -> None:
         """Follow a line that the disk has."""
-        run, number = entry["run"], self.length
-        self.length += 1
-        own = self._segments.setdefault(run, [])
+        own = self._segments.setdefault(entry["run"], [])
         if entry["kind"] == "charge":
             event = _decode(entry["event"])
             own[-1] = dataclasses.replace(own[-1], charged=entry["stop"], event=event)
             return
         nonce = tuple(entry["nonce"]) if entry["nonce"] else None
-        start, rest = entry["start"], (dpa.NoOpDpEvent(), entry["statement"])
-        own.append(Segment(number, run, start, entry["queries"], nonce, start, *rest))
+        rest = (entry["start"], dpa.NoOpDpEvent(), entry["statement"])
+        place = (entry["number"], entry["run"], entry["start"])
+        own.append(Segment(*place, entry["queries"], nonce, *rest))
 
 
 def check_name(run: str) -> str:
@@ -285,76 +256,3 @@ def _decode(value: Any) -> Any:
         fields = {name: _decode(part) for name, part in value.items() if name != "type"}
         return getattr(dpa, value["type"])(**fields)
     return [_decode(part) for part in value] if isinstance(value, list) else value
-
-
-def _line(entry: dict[str, Any]) -> bytes:
-    """A line, with a check sum of its (public) text."""
-    text = json.dumps(entry, sort_keys=True)
-    checked = json.loads(text) | {"check": zlib.crc32(text.encode())}
-    return json.dumps(checked, sort_keys=True).encode() + b"\n"
-
-
-def _parse(text: bytes, path: pathlib.Path) -> list[dict[str, Any]]:
-    entries = []
-    for number, line in enumerate(text.splitlines(keepends=True)):
-        if not line.endswith(b"\n"):
-            break  # torn: never acknowledged
-        try:
-            entry = json.loads(line)
-            del entry["check"]
-            assert _line(entry) == line and entry["number"] == number
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
-            raise ValueError(
-                f"line {number + 1} of {path} is damaged, so what was released is not known. "
-                "Restore the file from a copy, or take another folder (and add up by hand)."
-            ) from error
-        entries.append(entry)
-    return entries
-
-
-def _write(file: int, line: bytes) -> None:
-    """Append a line and sync it, or leave the file as it was."""
-    end = os.fstat(file).st_size
-    try:
-        rest = line
-        while rest:
-            rest = rest[os.write(file, rest) :]
-        os.fsync(file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.ftruncate(file, end)
-        raise
-
-
-def _lock(file: int, path: pathlib.Path) -> None:
-    import fcntl  # not on Windows
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise BlockingIOError(
-            error.errno,
-            f"another process is at work in {path.parent} and has its ledger locked. Wait for it, "
-            "or take another folder",
-        ) from None
-
-
-def _sync_folder(folder: pathlib.Path) -> None:
-    file = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-@contextlib.contextmanager
-def _explained(what: str):
-    """Say what an operating-system error meant for the ledger."""
-    try:
-        yield
-    except OSError as error:
-        remedy = "Choose another folder, or change its permissions"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            remedy = "Free some space, and run again"
-        text = f"{what}: {error.strerror or error}. {remedy}"
-        raise OSError(error.errno, text) from error

@@ -28,8 +28,8 @@ def note(folder, name, stop):
 
 def first_keys(folder, name):
     """Three keys: the same ones in every process, until there is something to resume."""
-    steps = folder / checkpoints.FOLDER / name
-    resumable = any(steps.glob("*/commit_success.txt"))
+    steps = (folder / checkpoints.FOLDER / name).glob("*/commit_success.txt")
+    resumable = any(path.parent.name.isdigit() for path in steps)
     return jax.random.split(jax.random.key(os.getpid() if resumable else 7), 3)
 
 
@@ -85,7 +85,7 @@ def gep(folder):
         files = _store.Store(out / checkpoints.FOLDER / name, 3)
         found = files.newest()
         files.close()
-        if found is not None:
+        if found is not None and not (out / f"{name}.npz").exists():  # else half deleted
             write_state(out / f"{name}.npz", found[1])
         _store.delete(out / checkpoints.FOLDER / name)
 

@@ -91,6 +91,11 @@ def test_a_step_past_the_plan_is_refused_and_nothing_written(book, plan):
     assert book.path.read_bytes() == before
     with pytest.raises(ValueError, match="open_segment first"):
         book.charge("b", plan, stop=1)
+    book.open_segment("b", None, QUERIES)
+    with pytest.raises(ValueError, match="one of .* that has a plan"):
+        book.charge("b", plan, stop=1)
+    with pytest.raises(ValueError, match="One run has one account"):
+        book.open_segment("a", _plan(adjacency="replace-one"), QUERIES)
 
 
 def test_a_new_segment_is_charged_on_top(book, plan):

@@ -471,6 +471,10 @@ def _kill_and_compare(program, kills, tmp_path):
             found = np.load(folder / name)
             for leaf, value in end.items():
                 np.testing.assert_array_equal(found[leaf], value, err_msg=f"{name} {leaf}")
+        if program == "gep":
+            pieces = [_run.read_json(own / "results.json") for own in (whole, folder)]
+            curves = [{n: p["result"]["curve"] for n, p in own.items()} for own in pieces]
+            assert curves[0] == curves[1]
         both = [Ledger(own, read_only=True) for own in (whole, folder)]
         assert [b.spent(name) for b in both[:1] for name in b.runs] == [
             b.spent(name) for b in both[1:] for name in b.runs
@@ -479,7 +483,7 @@ def _kill_and_compare(program, kills, tmp_path):
 
 
 def test_kill_nine_and_resume_a_loop(tmp_path):
-    _kill_and_compare("loop", 3, tmp_path)
+    _kill_and_compare("loop", 2, tmp_path)
 
 
 @pytest.mark.slow
