@@ -94,5 +94,4 @@ MECHANISMS: dict[str, Callable[[], Case]] = {
     "threshold, counts": lambda: level_counts("counts"),
     "threshold, sparse vector": sparse_vector,
 }
-# Attacked as soon as the library has them: name -> the module that would hold it.
-PENDING = {"private embedding": "jdp.hypernet"}
+PENDING = ("private embedding",)  # in the library, but not attacked yet
