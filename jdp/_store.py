@@ -4,6 +4,7 @@ They hold secret keys: files have mode 0600, in folders of mode 0700.
 """
 
 import contextlib
+import copy
 import os
 import pathlib
 import shutil
@@ -60,13 +61,12 @@ class Store:
             names.append([jax.tree_util.keystr(path), list(copy.shape), str(_dtype(leaf))])
             if copy.size:
                 leaves[str(len(names) - 1)] = copy
+        about = copy.deepcopy(about | {"leaves": names})  # the caller may go on with its notes
         args = self._ocp.args
         with self._writing():
             self._manager.save(
                 self._number,
-                args=args.Composite(
-                    state=args.StandardSave(leaves), about=args.JsonSave(about | {"leaves": names})
-                ),
+                args=args.Composite(state=args.StandardSave(leaves), about=args.JsonSave(about)),
             )
         self._number += 1
 
