@@ -57,10 +57,10 @@ class Store:
         names = []
         for path, leaf in jax.tree.leaves_with_path(state):
             value = jax.random.key_data(leaf) if _is_key(leaf) else leaf
-            held = np.array(value)  # a copy: the state may be donated next
-            names.append([jax.tree_util.keystr(path), list(held.shape), str(_dtype(leaf))])
-            if held.size:
-                leaves[str(len(names) - 1)] = held
+            host = np.array(value)  # a copy: the state may be donated next
+            names.append([jax.tree_util.keystr(path), list(host.shape), str(_dtype(leaf))])
+            if host.size:
+                leaves[str(len(names) - 1)] = host
         about = copy.deepcopy(about | {"leaves": names})  # the caller may go on with its notes
         args = self._ocp.args
         with self._writing():
