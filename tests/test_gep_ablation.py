@@ -57,6 +57,7 @@ def smoke(tmp_path_factory):
     return out, gep_ablation.main(dataclasses.replace(ARGS, out=out, data_dir=out))
 
 
+@pytest.mark.slow
 def test_parts_end_in_tables_and_a_picture(smoke):
     out, brief = smoke
     assert list(brief["parts"]) == ["noise", "groups"]
@@ -81,6 +82,7 @@ def test_parts_end_in_tables_and_a_picture(smoke):
     assert "projection error, rank 150" in text and "stable rank of residuals" in text
 
 
+@pytest.mark.slow
 def test_errors_fall_with_the_rank_and_chance_is_worst(smoke):
     (points,) = read_json(smoke[0] / "summary.json")["error"]
     for point in points:
@@ -92,6 +94,7 @@ def test_errors_fall_with_the_rank_and_chance_is_worst(smoke):
         assert by_source.pop("Gaussian") > 0.95 > max(by_source.values())
 
 
+@pytest.mark.slow
 def test_finished_cases_are_not_run_again(smoke, monkeypatch):
     out, brief = smoke
     monkeypatch.setattr(gep_ablation, "make_run", lambda *_: pytest.fail("trained again"))
