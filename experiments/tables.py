@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments import _speed_tables
+from experiments._hypernet_tables import markdown
 from experiments._relu_report import by_cell
 from experiments._run import read_json
 
@@ -204,7 +205,7 @@ def tables() -> dict[str, str]:
     summaries = {
         path.parent.name: read_json(path) for path in sorted(RESULTS.glob("*/summary.json"))
     }
-    write = {"relu_regression": relu_tables}
+    write = {"relu_regression": relu_tables, "hypernet_regression": markdown}
     return {
         name: write.get(summary.get("experiment", ""), table)(summary)
         for name, summary in summaries.items()
