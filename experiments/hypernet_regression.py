@@ -21,7 +21,7 @@ Parts of the study:
 Results go to a folder (summary.json, report.txt, regression.png); a run that was interrupted is
 taken up where it stopped. The last line on standard output is the summary as one JSON object.
 
-  python -m experiments.hypernet_regression              everything, about MINUTES on one core
+  python -m experiments.hypernet_regression              everything, 20 minutes on one busy core
   python -m experiments.hypernet_regression --parts coordinates
   python -m experiments.hypernet_regression --smoke      seconds: only to see that it works
 """
