@@ -321,7 +321,14 @@ def test_convolutions_of_every_geometry(geometry, inside):
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["dense", "conv", "attention", "tied table"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "dense",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("conv", "attention")),
+        "tied table",
+    ],
+)
 def test_unprotected_norms(case):
     loss, params, inputs = CASES[case]()
     norms = jax.jit(jdp.unprotected_gradient_norms(loss))(params, (inputs, LABELS))

@@ -201,6 +201,7 @@ def test_learning_rates(schedule, last):
     assert float(rates(100)) == pytest.approx(last, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_search_is_resumable_fair_and_deterministic(tmp_path):
     args = search_gep.Args(dataset="digits", methods=("public-only", "class-means"), trials=2)
     args = dataclasses.replace(args, max_steps=2, validation=100, parts=3, out=tmp_path)
