@@ -14,9 +14,10 @@ from jdp.clipping import ClippedSum, Clipper, NormClipper
 
 Strategy: TypeAlias = Literal["auto", "book-keeping", "scan", "vmap"]
 
-# Bytes that a microbatch may hold if its size is not given: about what fits caches on a CPU (larger
-# microbatches were slower), and what keeps an accelerator busy.
-_WORKING_SET = {"cpu": 2**24, "accelerator": 2**30}
+# Bytes that a microbatch may hold if its size is not given: about what fits a CPU's caches (smaller
+# and larger ones were slower; convolutions like half of it), and what keeps an accelerator busy.
+# Where gradients are written out, room for more: what reads them (GEP's products) likes many rows.
+_WORKING_SET = {"cpu": 2**25, "accelerator": 2**30}
 
 
 def _partition(params: Params, trainable: PyTree | None) -> PyTree:
@@ -154,12 +155,22 @@ def examples_that_fit(loss: Loss, params: Params, batch: PyTree, *, written: boo
         )
         for n in (1, 2)
     )
-    each, room = two - one, 1
-    if written:  # more at a time: what reads them (GEP's products) likes many rows
-        each += sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(params))
-        room = 4
+    each = two - one
     place = "cpu" if jax.default_backend() == "cpu" else "accelerator"
-    return max(1, room * _WORKING_SET[place] // max(each, 1))
+    room = _WORKING_SET[place]
+    if written:
+        each += sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(params))
+        room *= 2 if place == "cpu" else 4
+    elif place == "cpu" and _convolves(loss, params, batch):
+        room //= 2
+    return max(1, room // max(each, 1))
+
+
+def _convolves(loss: Loss, params: Params, batch: PyTree) -> bool:
+    one = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), _shapes(batch, 1)
+    )
+    return "conv_general_dilated[" in str(jax.make_jaxpr(loss)(params, one))
 
 
 def _shapes(batch: PyTree, n: int) -> PyTree:
