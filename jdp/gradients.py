@@ -14,10 +14,13 @@ from jdp.clipping import ClippedSum, Clipper, NormClipper
 
 Strategy: TypeAlias = Literal["auto", "book-keeping", "scan", "vmap"]
 
-# Bytes that a microbatch may hold if its size is not given: about what fits a CPU's caches (smaller
-# and larger ones were slower; convolutions like half of it), and what keeps an accelerator busy.
-# Where gradients are written out, room for more: what reads them (GEP's products) likes many rows.
-_WORKING_SET = {"cpu": 2**25, "accelerator": 2**30}
+# Bytes that a microbatch may hold if its size is not given: on CPUs about what fits caches (smaller
+# and larger ones were slower), on accelerators what keeps them busy. Where gradients are written
+# out there is room for more: what reads them (GEP's products) likes many rows.
+_WORKING_SETS = {
+    "cpu": {"ordinary": 24 * 2**20, "convolutions": 16 * 2**20, "written out": 64 * 2**20},
+    "accelerator": {"ordinary": 2**30, "convolutions": 2**30, "written out": 2**32},
+}
 
 
 def _partition(params: Params, trainable: PyTree | None) -> PyTree:
@@ -155,15 +158,14 @@ def examples_that_fit(loss: Loss, params: Params, batch: PyTree, *, written: boo
         )
         for n in (1, 2)
     )
-    each = two - one
-    place = "cpu" if jax.default_backend() == "cpu" else "accelerator"
-    room = _WORKING_SET[place]
+    each, kind = two - one, "convolutions" if _convolves(loss, params, batch) else "ordinary"
     if written:
-        each += sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(params))
-        room *= 2 if place == "cpu" else 4
-    elif place == "cpu" and _convolves(loss, params, batch):
-        room //= 2
-    return max(1, room // max(each, 1))
+        each, kind = (
+            each + sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(params)),
+            "written out",
+        )
+    place = "cpu" if jax.default_backend() == "cpu" else "accelerator"
+    return max(1, _WORKING_SETS[place][kind] // max(each, 1))
 
 
 def _convolves(loss: Loss, params: Params, batch: PyTree) -> bool:
