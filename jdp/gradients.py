@@ -184,13 +184,15 @@ def _shapes(batch: PyTree, n: int) -> PyTree:
 def in_parts(fun: Callable[[PyTree], PyTree], batch: PyTree, at_a_time: int) -> PyTree:
     """Return `fun(batch)`, whose results have the examples on their leading axis, part by part.
 
+    On a mesh with explicit axes in one piece: JAX does not let examples be picked out there.
+
     Args:
       fun: of a batch; it treats every example by itself.
       batch: n examples.
       at_a_time: how many of them.
     """
     size = _leading_size(batch)
-    if at_a_time >= size:
+    if at_a_time >= size or any(mesh.explicit_axes for mesh in _meshes(batch)):
         return fun(batch)
     steps = -(-size // at_a_time)
     each = -(-size // steps)
@@ -410,25 +412,31 @@ def clipped_grad(
         if steps == 1:
             return sum_of(batch, mask)
         padded = steps * microbatch
-        # Padding repeats the last example, so that it is as valid an input as any. Microbatch j has
-        # examples j, j + steps, ...: of a batch sharded over devices, a share of every device's.
-        rows = jnp.minimum(jnp.arange(padded), size - 1)
-        real = ((jnp.arange(padded) < size) & mask[rows]).reshape(microbatch, steps)
-        chunks = jax.tree.map(
-            lambda leaf: (jnp.asarray(leaf) if padded == size else jnp.asarray(leaf)[rows]).reshape(
-                microbatch, steps, *jnp.shape(leaf)[1:]
-            ),
-            batch,
-        )
-        empty = sum_of(jax.tree.map(lambda leaf: jnp.asarray(leaf)[:0], batch), jnp.zeros(0, bool))
+        batch, chunks = jax.tree.map(jnp.asarray, batch), None
+        if devices > 1:
+            # Microbatch j has examples j, j + steps, ...: a share of every device's. Padding
+            # repeats the last example, so that it is as valid an input as any.
+            rows = jnp.minimum(jnp.arange(padded), size - 1)
+            real = (jnp.arange(padded) < size) & mask[rows]
+            even = batch if padded == size else jax.tree.map(lambda leaf: leaf[rows], batch)
+            shape = microbatch, steps
+            chunks = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), (even, real))
+
+        def microbatch_of(index: Array) -> tuple[PyTree, Mask]:
+            if chunks is not None:
+                take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False)  # noqa: E731
+                return jax.tree.map(take, chunks)
+            # The last one begins early enough to be whole; what was there already does not count.
+            first = jnp.minimum(index * microbatch, size - microbatch)
+            take = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, microbatch)  # noqa: E731
+            new = first + jnp.arange(microbatch) >= index * microbatch
+            return jax.tree.map(take, batch), take(mask) & new
+
+        empty = sum_of(jax.tree.map(lambda leaf: leaf[:0], batch), jnp.zeros(0, bool))
         roundings = []  # of a microbatch: static, the same for all
 
         def add(carry: tuple[PyTree, PyTree], index: Array):
-            part, present = jax.tree.map(
-                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False),
-                (chunks, real),
-            )
-            total = sum_of(part, present)
+            total = sum_of(*microbatch_of(index))
             roundings.append(total.rounding)
             return _tree.compensated_add(*carry, total.parts), None
 
