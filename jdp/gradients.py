@@ -184,15 +184,13 @@ def _shapes(batch: PyTree, n: int) -> PyTree:
 def in_parts(fun: Callable[[PyTree], PyTree], batch: PyTree, at_a_time: int) -> PyTree:
     """Return `fun(batch)`, whose results have the examples on their leading axis, part by part.
 
-    On a mesh with explicit axes in one piece: JAX does not let examples be picked out there.
-
     Args:
       fun: of a batch; it treats every example by itself.
       batch: n examples.
       at_a_time: how many of them.
     """
     size = _leading_size(batch)
-    if at_a_time >= size or any(mesh.explicit_axes for mesh in _meshes(batch)):
+    if at_a_time >= size:
         return fun(batch)
     steps = -(-size // at_a_time)
     each = -(-size // steps)

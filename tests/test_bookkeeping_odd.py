@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jdp
-from jdp import anchors, gradients
+from jdp import gradients
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 6)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(6, 6)), jnp.float32)
@@ -67,16 +67,3 @@ def test_norms_on_a_mesh_with_explicit_axes():
     with jax.set_mesh(mesh):
         norms = jdp.unprotected_gradient_norms(loss)(w, x)
     np.testing.assert_allclose(norms, jnp.linalg.norm(rows, axis=1), rtol=1e-5)
-
-
-def test_anchors_on_a_mesh_with_explicit_axes(monkeypatch):
-    monkeypatch.setattr(anchors, "examples_that_fit", lambda *_, **__: 2)
-    mesh = jax.make_mesh((1,), ("batch",), (AxisType.Explicit,), devices=jax.devices()[:1])
-    x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("batch")))
-    w = jax.device_put(W, NamedSharding(mesh, PartitionSpec()))
-    loss = lambda w, example: jnp.sum(jnp.tanh(example[0] @ w)) * (example[1] - 0.5)  # noqa: E731
-    key = jax.random.key(0)
-    with jax.set_mesh(mesh):
-        ours = jdp.random_label_gradients(loss, x, num_classes=2)(w, key)
-    expected = jdp.random_label_gradients(loss, X, num_classes=2)(W, key)
-    np.testing.assert_allclose(ours, expected, rtol=1e-5)
