@@ -6,6 +6,7 @@ See `README.md` for a first run, and each function's docstring for its guarantee
 import importlib.metadata
 
 from jdp import accounting as accounting
+from jdp import lora as lora
 from jdp import pate as pate
 from jdp import public_data as public_data
 from jdp import relu_regression as relu_regression
