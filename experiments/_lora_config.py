@@ -28,6 +28,8 @@ class Config:
       first_level: noise levels from this one on are used to train adapters.
       encoder: widths of the encoder; the last one is that of the embedding.
       linear: a linear decoder instead of a transformer.
+      decoder_width: of the transformer; its hidden layers have four times as many.
+      decoder_layers: of the transformer.
       hyper_steps: training of the hypernetwork.
       hyper_sets: public sets a step.
       hyper_records: records of each set in the loss of a step.
@@ -54,6 +56,8 @@ class Config:
     first_level: int = 200
     encoder: tuple[int, ...] = (256, 128)
     linear: bool = False
+    decoder_width: int = 64
+    decoder_layers: int = 2
     hyper_steps: int = 5_000
     hyper_sets: int = 16
     hyper_records: int = 4
@@ -82,6 +86,8 @@ SMOKE = dataclasses.replace(
     pretrain_batch=8,
     classifier_steps=20,
     encoder=(16, 16),
+    decoder_width=8,
+    decoder_layers=1,
     hyper_steps=4,
     hyper_sets=2,
     hyper_records=2,
@@ -99,6 +105,8 @@ FULL = Config(
     patterns=("*/qkv/kernel", "*/proj_out/kernel"),
     first_level=0,
     encoder=(512, 128),
+    decoder_width=128,
+    decoder_layers=4,
     hyper_steps=200 * 30_000 // 4,
     hyper_sets=4,
     hyper_records=128,

@@ -207,10 +207,14 @@ def make_hypernet(config: Config, start: Any, noise_multiplier: Any, adjacency: 
         change = lora.detokenise(config.token_scale * tokens, start)
         return jax.tree.map(jnp.add, start, change)
 
-    kind = hypernet.LinearDecoder if config.linear else hypernet.TransformerDecoder
+    width = config.decoder_width
+    own = {"width": width, "mlp_width": 4 * width, "layers": config.decoder_layers}
+    decoder = hypernet.TransformerDecoder(count, length, **own)
+    if config.linear:
+        decoder = hypernet.LinearDecoder(count, length)
     return hypernet.Hypernet(
         hypernet.MLPEncoder(config.encoder),
-        kind(count, length),
+        decoder,
         detokenise,
         num_records=config.set_size,
         noise_multiplier=noise_multiplier,
@@ -227,7 +231,9 @@ def train_hypernet(
     multipliers: list[float],
 ) -> hypernet.HypernetParams:
     """Stage `hypernet`: ONE hypernetwork for all epsilons, a random one's noise at each step."""
-    names = [field.name for field in dataclasses.fields(config) if field.name.startswith("hyper_")]
+    names = [
+        f.name for f in dataclasses.fields(config) if f.name.startswith(("hyper_", "decoder_"))
+    ]
     own = config.part("encoder", "linear", "token_scale", "patterns", "rank", *names)
     own |= {"first_level": config.first_level, "noise_multipliers": multipliers}
     own |= {"seed": options["seed"], "adjacency": options["adjacency"]}

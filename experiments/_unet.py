@@ -188,7 +188,9 @@ def flax_path(name: str) -> tuple[str, ...]:
     >>> flax_path("input_blocks.1.0.in_layers.2.weight")
     ('input_blocks_1_0', 'in_conv', 'weight')
     """
-    blocks = re.match(r"((?:input|output)_blocks\.\d+\.\d+|(?:middle_block|out|time_embed)\.\d+)", name)
+    blocks = re.match(
+        r"((?:input|output)_blocks\.\d+\.\d+|(?:middle_block|out|time_embed)\.\d+)", name
+    )
     if not blocks:
         raise UsageError(f"the checkpoint has a tensor {name}, which this UNet does not have")
     block, (inner, leaf) = blocks[0].replace(".", "_"), name[blocks.end() :].rpartition(".")[::2]

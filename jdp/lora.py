@@ -89,7 +89,11 @@ def merge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
     for path, factors in adapters.items():
         shape = shapes.get(path)
         (rank, rows), (other, columns) = jnp.shape(factors["down"]), jnp.shape(factors["up"])
-        if shape is None or (math.prod(shape[:-1]), *shape[-1:]) != (rows, columns) or rank != other:
+        if (
+            shape is None
+            or (math.prod(shape[:-1]), *shape[-1:]) != (rows, columns)
+            or rank != other
+        ):
             got = _check.Words(f"factors {(rank, rows)} and {(other, columns)} at {path}: {shape}")
             remedy = "Make adapters with lora.init for these very parameters."
             _check.fail("adapters", "factors (r, n) and (r, m) of an n x m leaf", got, remedy)
