@@ -1,4 +1,4 @@
-"""Data sets made of nearest neighbours: many public ones, and a few private ones with little overlap."""
+"""Sets made of nearest neighbours: many public ones, and a few private ones with little overlap."""
 
 from typing import NamedTuple
 
@@ -72,8 +72,10 @@ def neighbours(queries: np.ndarray, features: np.ndarray, count: int) -> np.ndar
 
 
 def little_overlap(candidates: np.ndarray, count: int) -> np.ndarray:
-    """Choose `count` of the candidate sets (m, k), one by one, each with the fewest records in common
-    with those already chosen (the first of equals); return their positions."""
+    """Choose `count` of the candidate sets (m, k) one by one; return their positions.
+
+    Each has the fewest records in common with those already chosen (the first of equals).
+    """
     used: set[int] = set()
     chosen: list[int] = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Low-rank adapters trained by gradients on ONE set: without privacy, by DP-SGD, and with public images."""
+"""Adapters trained by gradients on ONE set: without privacy, by DP-SGD, with public images."""
 
 import dataclasses
 import functools

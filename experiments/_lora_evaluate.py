@@ -1,4 +1,4 @@
-"""The stages on private sets: adapters of every method, samples, and their distances to the sets."""
+"""The stages on private sets: adapters of every method, samples, and how far they are off."""
 
 import pathlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""The public stages: features, the diffusion model, and the hypernetwork that generates adapters."""
+"""The public stages: features, the diffusion model, and the hypernetwork for adapters."""
 
 import dataclasses
 import pathlib
@@ -192,7 +192,7 @@ def problem(config: Config, base: Any, sets: Sets, seed: int) -> Problem:
 
 
 def records(images: np.ndarray, features: np.ndarray, public: np.ndarray) -> np.ndarray:
-    """What the encoder sees of each image: its features, standardised by public ones, and pixels."""
+    """What the encoder sees of each image: features, standardised by public ones, and pixels."""
     standard = (features - public.mean(0)) / (public.std(0) + 1e-6)
     pixels = images.reshape(len(images), -1) if images[0].size <= 1_024 else images[:, :0, 0, 0]
     return np.concatenate([standard, pixels], 1).astype(np.float32)

@@ -222,15 +222,12 @@ def from_torch(config: UNetConfig, tensors: Mapping[str, np.ndarray]) -> Any:
     for name, tensor in tensors.items():
         *path, leaf = flax_path(name)
         value = np.asarray(tensor, np.float32)
-        if leaf == "weight" and value.ndim > 1:
-            if value.ndim == 3:  # a 1x1 convolution over positions is a dense layer
-                value = value[:, :, 0]
-            axes = (2, 3, 1, 0) if value.ndim == 4 else (1, 0)
-            leaf, value = "kernel", value.transpose(axes)
-        elif leaf == "weight":
-            leaf = "scale"
-        where = (*path, leaf)
-        shape = expected.pop(where, None)
+        if leaf == "weight" and value.ndim > 1:  # a 1x1 convolution over positions is a dense layer
+            value = value[:, :, 0] if value.ndim == 3 else value
+            value = value.transpose((2, 3, 1, 0) if value.ndim == 4 else (1, 0))
+            leaf = "kernel"
+        leaf = "scale" if leaf == "weight" else leaf
+        shape = expected.pop((*path, leaf), None)
         if shape != value.shape:
             raise UsageError(f"the checkpoint's {name} is {value.shape}, expected {shape}")
         node = params

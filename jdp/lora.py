@@ -42,7 +42,8 @@ def init(key: Key, params: Params, patterns: str | Sequence[str], *, rank: int) 
 
     >>> import jax, jax.numpy as jnp
     >>> from jdp import lora
-    >>> params = {"qkv": {"kernel": jnp.ones((4, 12)), "bias": jnp.ones(12)}, "out": jnp.ones((4, 2))}
+    >>> layer = {"kernel": jnp.ones((4, 12)), "bias": jnp.ones(12)}
+    >>> params = {"qkv": layer, "out": jnp.ones((12, 2))}
     >>> adapters = lora.init(jax.random.key(0), params, "*/kernel", rank=1)
     >>> jax.tree.map(jnp.shape, adapters)
     {'qkv/kernel': {'down': (1, 4), 'up': (1, 12)}}
@@ -61,7 +62,7 @@ def init(key: Key, params: Params, patterns: str | Sequence[str], *, rank: int) 
 
 
 def merge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
-    r"""Return the parameters with $W + \text{scale} \cdot \text{down}^\top \text{up}$ where adapted.
+    r"""Return the parameters with $W + s\,\text{down}^\top \text{up}$ where there is an adapter.
 
     All other leaves are the very same arrays. Differentiable in the adapters; under `jax.vmap` over
     adapters only the adapted leaves get a batch axis.
@@ -69,7 +70,7 @@ def merge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
     Args:
       params: the base parameters.
       adapters: as from `init`, for these parameters.
-      scale: often alpha / rank.
+      scale: s, often alpha / rank.
 
     Returns:
       Parameters of the same structure, shapes and dtypes.
