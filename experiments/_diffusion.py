@@ -72,9 +72,10 @@ def sampler(diffusion: Diffusion, steps: int) -> Callable[[Any, jax.Array, int],
 
     Args:
       diffusion: the network and its schedule.
-      steps: network evaluations an image, at evenly spaced noise levels.
+      steps: network evaluations an image, at evenly spaced noise levels: the middles of as many
+        equal parts, since at the very last one nothing of an image is left to tell.
     """
-    levels = np.linspace(0, len(diffusion.signal) - 1, steps + 1).round().astype(int)[1:]
+    levels = ((np.arange(steps) + 0.5) / steps * len(diffusion.signal)).astype(int)
     after = np.append(diffusion.signal, 1.0)[np.append(-1, levels[:-1])]
 
     @jax.jit

@@ -102,8 +102,8 @@ def _stacked(trees: list[Any]) -> Any:
 
 
 def distance(drawn: np.ndarray, real: np.ndarray) -> float:
-    """The Frechet distance, or infinity where samples are not finite."""
-    return _features.frechet(drawn, real) if np.isfinite(drawn).all() else float("inf")
+    """The Frechet distance; a very large one where training diverged and samples are not finite."""
+    return _features.frechet(drawn, real) if np.isfinite(drawn).all() else 1e9
 
 
 def evaluate(

@@ -65,16 +65,11 @@ def find_sets(config: Config, folder: _run.Folder, options: dict[str, Any]) -> S
     done = folder.get("features", own)
     key = jax.random.fold_in(jax.random.key(options["seed"]), 1)
     if data["features"] == "classifier":
-        params = path if done else None
-        module = _features.Classifier(classes=int(images.public_labels.max()) + 1)
-        like = module.init(key, images.public[:1])["params"]
-        if params is None:
-            steps = config.classifier_steps
+        if done is None:
+            labelled, steps = (images.public, images.public_labels), config.classifier_steps
             with _run.progress("classifier", steps) as advance:
-                data_ = images.public, images.public_labels
-                like = _features.train(*data_, key, steps=steps, advance=advance)
-            save(path, like)
-        params = load(path, like)
+                save(path, _features.train(*labelled, key, steps=steps, advance=advance))
+        params = load(path, None)
         features = _features.of_classifier(params)
     else:
         params, features = None, _features.given(data["features"])
