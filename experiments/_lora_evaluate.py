@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import _diffusion, _features, _lora_baselines, _lora_stages, _run
+from experiments import _diffusion, _lora_baselines, _lora_features, _lora_stages, _run
 from experiments._lora_baselines import PRIVATE, Problem
 from experiments._lora_config import Config
 from experiments._lora_stages import Sets
@@ -103,7 +103,7 @@ def _stacked(trees: list[Any]) -> Any:
 
 def distance(drawn: np.ndarray, real: np.ndarray) -> float:
     """The Frechet distance; a very large one where training diverged and samples are not finite."""
-    return _features.frechet(drawn, real) if np.isfinite(drawn).all() else 1e9
+    return _lora_features.frechet(drawn, real) if np.isfinite(drawn).all() else 1e9
 
 
 def evaluate(
@@ -182,7 +182,7 @@ def generated(config, options, sets: Sets, task: Problem, learnt, plan) -> Any:
 def distances(drawn: list[np.ndarray], real: list[np.ndarray]) -> dict[str, Any]:
     """Own and mismatched distances of the samples of each set."""
     result: dict[str, Any] = {}
-    for name, measure in (("frechet", distance), ("kernel", _features.kernel_distance)):
+    for name, measure in (("frechet", distance), ("kernel", _lora_features.kernel_distance)):
         table = np.array([[measure(own, other) for other in real] for own in drawn])
         others = (table.sum(0) - np.diag(table)) / max(1, len(real) - 1)
         result[name] = {"own": np.diag(table).tolist(), "mismatched": others.tolist()}

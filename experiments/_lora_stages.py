@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments import _diffusion, _features, _hypernet_sets, _run, _unet
+from experiments import _diffusion, _hypernet_sets, _lora_features, _run, _unet
 from experiments._lora_baselines import Problem
 from experiments._lora_config import Config
 from jdp import hypernet, lora
@@ -38,7 +38,7 @@ class Sets(NamedTuple):
     public_sets: np.ndarray
     private_sets: np.ndarray
     accuracy: float | None
-    features: _features.Features
+    features: _lora_features.Features
 
 
 def save(path: pathlib.Path, tree: Any):
@@ -68,18 +68,18 @@ def find_sets(config: Config, folder: _run.Folder, options: dict[str, Any]) -> S
         if done is None:
             labelled, steps = (images.public, images.public_labels), config.classifier_steps
             with _run.progress("classifier", steps) as advance:
-                save(path, _features.train(*labelled, key, steps=steps, advance=advance))
+                save(path, _lora_features.train(*labelled, key, steps=steps, advance=advance))
         params = load(path, None)
-        features = _features.of_classifier(params)
+        features = _lora_features.of_classifier(params)
     else:
-        params, features = None, _features.given(data["features"])
+        params, features = None, _lora_features.given(data["features"])
     found = folder.path / "sets.npz"
     if done is None:
         arrays = _sets_of(config, images, features, options)
         np.savez(found, **arrays)
         accuracy = None
         if params is not None:
-            accuracy = _features.accuracy(params, images.private, images.private_labels)
+            accuracy = _lora_features.accuracy(params, images.private, images.private_labels)
         done = folder.put("features", own, {"accuracy": accuracy, "source": images.source})
     with np.load(found) as stored:
         arrays = {name: stored[name] for name in stored}

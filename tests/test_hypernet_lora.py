@@ -11,10 +11,10 @@ import scipy.linalg
 
 from experiments import (
     _diffusion,
-    _features,
     _hypernet_sets,
     _lora_baselines,
     _lora_evaluate,
+    _lora_features,
     _lora_stages,
     _lora_tables,
     _unet,
@@ -31,16 +31,16 @@ def test_frechet_distance_is_that_of_two_gaussians():
     ca, cb = np.cov(a.T), np.cov(b.T)
     root = scipy.linalg.sqrtm(ca @ cb)
     expected = np.sum((a.mean(0) - b.mean(0)) ** 2) + np.trace(ca + cb - 2 * root).real
-    assert _features.frechet(a, b) == pytest.approx(expected, rel=1e-6)
-    assert _features.frechet(a, a) == pytest.approx(0, abs=1e-9)
+    assert _lora_features.frechet(a, b) == pytest.approx(expected, rel=1e-6)
+    assert _lora_features.frechet(a, a) == pytest.approx(0, abs=1e-9)
 
 
 def test_kernel_distance_has_no_bias_and_sees_differences():
     rng = np.random.default_rng(0)
     pairs = [rng.standard_normal((2, 30, 5)) for _ in range(300)]
-    same = [_features.kernel_distance(a, b) for a, b in pairs]
+    same = [_lora_features.kernel_distance(a, b) for a, b in pairs]
     assert abs(np.mean(same)) < 4 * np.std(same) / 300**0.5
-    moved = [_features.kernel_distance(a, b + 1) for a, b in pairs[:20]]
+    moved = [_lora_features.kernel_distance(a, b + 1) for a, b in pairs[:20]]
     assert np.mean(moved) > 10 * np.std(same)
 
 
@@ -212,10 +212,10 @@ def test_bad_options_are_named(change, match, tmp_path):
 
 
 def test_features_of_your_own():
-    function = _features.given("numpy:asarray")
+    function = _lora_features.given("numpy:asarray")
     assert function is np.asarray
     with pytest.raises(UsageError, match="--features must be classifier, or module:function"):
-        _features.given("inception")
+        _lora_features.given("inception")
 
 
 def test_both_sizes_fit_their_unets():
