@@ -38,7 +38,7 @@ TABLE_MARGIN = 1e-5
 # its Gram form takes; beyond it memory, not arithmetic, would set the pace.
 FLOATS_PER_PRODUCT = 4
 _SMALL_TABLE = 2**14  # entries; a look-up table that is also multiplied with is then written out
-_PATCHES = 2**20  # bytes of patches at a time: about what stays in a core's cache
+_PATCHES = 2**22  # bytes of patches at a time: about what stays in the cores' caches
 _CHUNK = 128  # outer products that one contraction adds in an order of its own
 _TINY = 1e-30
 _FEW_CHUNKS = 4  # whose sums are held side by side; more are added one after the other
