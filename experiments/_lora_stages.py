@@ -55,11 +55,11 @@ def load(path: pathlib.Path, like: Any) -> Any:
 
 def find_sets(config: Config, folder: _run.Folder, options: dict[str, Any]) -> Sets:
     """Stage `features`: the network behind the features, and the nearest-neighbour sets."""
-    data = {name: options[name] for name in ("features", "seed", "data_dir")}
+    data = {name: options[name] for name in ("features", "seed")}
     own = config.part("dataset", "num_public", "num_private", "set_size", "classifier_steps")
     own |= config.part("candidates") | data | {"size": config.unet.size, "sets": options["sets"]}
     images = _hypernet_sets.load(
-        config.dataset, config.unet.size, config.num_public, config.num_private, data["data_dir"]
+        config.dataset, config.unet.size, config.num_public, config.num_private, options["data_dir"]
     )
     path = folder.path / "features.msgpack"
     done = folder.get("features", own)
@@ -134,8 +134,8 @@ def pretrain(config: Config, folder: _run.Folder, options: dict[str, Any], sets:
         value, gradient = jax.value_and_grad(loss)(params)
         updates, state = tx.update(gradient, state, params)
         params = optax.apply_updates(params, updates)
-        decay = jnp.minimum(0.999, (1 + index) / (10 + index))
-        return (params, state, optax.incremental_update(params, mean, 1 - decay)), value
+        share = jnp.maximum(0.001, 9.0 / (10.0 + jnp.asarray(index, jnp.float32)))
+        return (params, state, optax.incremental_update(params, mean, share)), value
 
     params = init()
     rows = lambda rng: rng.integers(0, len(sets.images.public), config.pretrain_batch)  # noqa: E731

@@ -5,6 +5,7 @@ with ONE fused projection to queries, keys and values. `from_torch` reads the pu
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -63,7 +64,7 @@ def _conv(features: int, name: str, *, stride: int = 1, kernel: int = 3, zero: b
 
 def time_embedding(times: jax.Array, width: int) -> jax.Array:
     """Cosines and sines of the times at `width / 2` frequencies: (..., width)."""
-    frequencies = jnp.exp(-jnp.log(10_000.0) * jnp.arange(width // 2) / (width // 2))
+    frequencies = jnp.exp(jnp.linspace(0.0, -math.log(10_000.0), width // 2, endpoint=False))
     angles = times[..., None].astype(jnp.float32) * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
 

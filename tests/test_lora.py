@@ -63,7 +63,7 @@ def test_training_moves_adapters_only(params):
     before = jax.tree.map(lambda leaf: np.asarray(leaf).tobytes(), params)
     x, y = jax.random.normal(jax.random.key(3), (4, 4, 2)), jnp.ones((16, 4))
     adapters = lora.init(jax.random.key(1), params, "qkv/kernel", rank=1)
-    tx = optax.adam(0.05)
+    tx = optax.sgd(0.5, momentum=0.9)
 
     @jax.jit
     def step(adapters, state):
@@ -138,7 +138,7 @@ def test_half_precision_and_lists_and_vmap():
         (lambda p: lora.merge({"w": jnp.ones((2, 2))}, adapters_of(p)), "`adapters`"),
         (lambda p: lora.tokenise(adapters_of(p), 0), "`length`"),
         (lambda p: lora.tokenise({}, 2), "`adapters`"),
-        (lambda p: lora.detokenise(jnp.ones((3, 6)), adapters_of(p)), "`tokens`.*22 tokens"),
+        (lambda p: lora.detokenise(jnp.ones((3, 6)), adapters_of(p)), "`tokens`.*16 tokens"),
         (lambda p: lora.detokenise(jnp.ones(3), adapters_of(p)), "`tokens`.*shape"),
     ],
 )
