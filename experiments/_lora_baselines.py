@@ -32,11 +32,11 @@ class Setting:
       mixing: weight of the private update in pda-dpmd.
     """
 
-    steps: int = 100
+    steps: int = 50
     batch_size: int = 32
     clip_norm: float = 1e-2
     learning_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2)
-    free_steps: int = 400
+    free_steps: int = 200
     mixing: float = 0.5
 
 

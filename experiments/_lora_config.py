@@ -47,7 +47,7 @@ class Config:
     set_size: int = 128
     unet: UNetConfig = _unet.SMALL
     levels: int = 1_000
-    pretrain_steps: int = 4_000
+    pretrain_steps: int = 3_000
     pretrain_batch: int = 64
     pretrain_rate: float = 2e-3
     classifier_steps: int = 2_000
@@ -58,7 +58,7 @@ class Config:
     linear: bool = False
     decoder_width: int = 64
     decoder_layers: int = 2
-    hyper_steps: int = 5_000
+    hyper_steps: int = 3_000
     hyper_sets: int = 16
     hyper_records: int = 4
     hyper_rate: float = 1e-3

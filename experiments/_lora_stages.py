@@ -16,7 +16,7 @@ from experiments._lora_baselines import Problem
 from experiments._lora_config import Config
 from jdp import hypernet, lora
 
-CHECKPOINT_EVERY = 500  # steps
+CHECKPOINT_EVERY = 50  # steps
 
 
 class Sets(NamedTuple):

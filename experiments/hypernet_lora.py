@@ -63,7 +63,7 @@ class Args:
     """Private sets."""
     samples: int = 512
     """Images sampled for each set."""
-    sampling_steps: int = 25
+    sampling_steps: int = 15
     """Network evaluations for each image (DDIM)."""
     features: str = "classifier"
     """Features for neighbours and distances: classifier, or MODULE:FUNCTION of your own."""
