@@ -19,11 +19,11 @@ Detokenise: TypeAlias = Callable[[Tokens], PyTree]
 
 
 class HypernetParams(NamedTuple):
-    """What a hypernetwork has learnt; all public.
+    r"""What a hypernetwork has learnt; all public.
 
     Attributes:
-      encoder: parameters of $\\phi_1$.
-      decoder: parameters of $\\phi_2$.
+      encoder: parameters of $\phi_1$.
+      decoder: parameters of $\phi_2$.
       centre: (features,) mean embedding of public records, subtracted before the clip.
     """
 

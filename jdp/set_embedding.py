@@ -148,7 +148,7 @@ def private_embedding(
       adjacency: as in `jdp.add_noise`.
 
     Returns:
-      The private mean, in units of C at most 1 long before noise.
+      e, at most C long before noise.
 
     Raises:
       TypeError: an argument has another type.
@@ -194,7 +194,7 @@ def embedding_sum(
         _check.fail("centre", f"of shape ({size},), like an embedding", centre, remedy)
     embeddings = _tree.wide(jax.vmap(encode)(records))
     if centre is not None:
-        embeddings = embeddings - jnp.asarray(centre).astype(embeddings.dtype)
+        embeddings = embeddings - jnp.asarray(centre, embeddings.dtype)[None]
     return clip_by_norm(clip_norm)(embeddings, mask)
 
 

@@ -19,6 +19,7 @@ from jdp import public_data
 from jdp.adaptive import clip_and_count
 from jdp.glmtron import Descent, clipped_sum, records
 from jdp.pate import most_votes, vote_sum
+from jdp.set_embedding import embedding_sum
 from jdp.subspace import Bases, bases_from_rows
 from jdp.thresholds import Grid, PrivateThreshold
 
@@ -131,10 +132,25 @@ def votes(total):
     return lambda unit: lambda per_example, mask: total(ballot(per_example, mask), 4)
 
 
+def set_embedding(unit):
+    """Read rows as records of a set, embedded by an affine map of all their entries."""
+    matrix = np.random.default_rng(3).normal(size=(SIZE, 5)).astype(np.float32) / 4
+
+    def encode(record):
+        return vector(jax.tree.map(lambda leaf: leaf.ravel().astype(jnp.float32), record)) @ matrix
+
+    def clipper(per_example, mask):
+        centre = jnp.linspace(-0.5, 0.5, 5)
+        return embedding_sum(encode, per_example, mask, 0.8 * unit, centre)
+
+    return clipper
+
+
 # Not in the table, as a maximum cannot merge; test_pate.py has it.
 MOST_VOTES = Clip("pate-most-votes", votes(most_votes), limit=False)
 CLIPS = (
     Clip("pate-votes", votes(vote_sum), limit=False),
+    Clip("set-embedding", set_embedding, limit=False),
     Clip("relu-surrogate", relu("surrogate", "residual"), limit=False),
     Clip("relu-true", relu("true", "residual"), limit=False),
     Clip("relu-vector", relu("surrogate", "vector"), limit=False),

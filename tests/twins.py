@@ -7,6 +7,7 @@ import dataclasses
 import math
 
 import checks
+import hypernet_checks
 import jax
 import jax.numpy as jnp
 import mechanisms
@@ -17,6 +18,7 @@ from checks import BATCH, Clip, Door
 import jdp
 from jdp import _tree, pate, public_data, subspace
 from jdp.clipping import HEADROOM
+from jdp.set_embedding import embedding_sum
 
 
 def _norms(per_example):
@@ -392,6 +394,41 @@ def votes_charged_without_root2(queries, answers, epsilon):
     return Broken(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})
 
 
+# Broken mean embeddings ------------------------------------------------------------------------
+
+
+def mean_embedding(sums=embedding_sum, divide=None, adjacency_of=lambda adjacency: adjacency):
+    """`private_embedding` in which something may be swapped for something wrong."""
+
+    def release(key, records, mask, noise_multiplier, adjacency):
+        total = sums(hypernet_checks.encode, records, mask, hypernet_checks.CLIP)
+        total = jdp.add_noise(key, total, noise_multiplier, adjacency=adjacency_of(adjacency))
+        return total / (hypernet_checks.RECORDS if divide is None else divide(mask))
+
+    return release
+
+
+def clip_after_the_mean(encode, records, mask, clip_norm):
+    embeddings = jnp.where(mask[:, None], jax.vmap(encode)(records), 0)
+    mean = jnp.nan_to_num(embeddings).mean(0, keepdims=True)
+    clipped = jdp.clip_by_norm(clip_norm)(mean, jnp.ones(1, bool))
+    parts = (clipped.parts[0] * len(mask),)
+    return dataclasses.replace(clipped, parts=parts)
+
+
+def centred_by_private_records(encode, records, mask, clip_norm):
+    embeddings = jnp.nan_to_num(jax.vmap(encode)(records))
+    centre = jnp.where(mask[:, None], embeddings, 0).mean(0)
+    return embedding_sum(encode, records, mask, clip_norm, centre)
+
+
+def normalised_over_the_set(encode, records, mask, clip_norm):
+    """Batch normalisation over the records, before a clip that bounds each of them."""
+    embeddings = jnp.nan_to_num(jax.vmap(encode)(records))
+    embeddings = (embeddings - embeddings.mean(0)) / (embeddings.std(0) + 1e-3)
+    return jdp.clip_by_norm(clip_norm)(embeddings, mask)
+
+
 def invariant(kinds, unit=1.0):
     def check(clip):
         checks.check_invariant_on(clip, kinds, unit)
@@ -475,6 +512,30 @@ TWINS = {
     "threshold charged for answered queries only": (
         pate_checks.check_epsilon,
         threshold_charged_where_answered,
+    ),
+    "clip after the mean": (
+        hypernet_checks.check_mean_sensitivity,
+        mean_embedding(clip_after_the_mean),
+    ),
+    "centred by private records": (
+        hypernet_checks.check_mean_sensitivity,
+        mean_embedding(centred_by_private_records),
+    ),
+    "normalised over the set": (
+        hypernet_checks.check_mean_sensitivity,
+        mean_embedding(normalised_over_the_set),
+    ),
+    "mean of the records present": (
+        hypernet_checks.check_mean_sensitivity,
+        mean_embedding(divide=lambda mask: jnp.maximum(1.0, mask.sum().astype(jnp.float32))),
+    ),
+    "noise of the sum on the mean": (
+        hypernet_checks.check_mean_noise,
+        mean_embedding(divide=lambda mask: 1.0),
+    ),
+    "mean under the wrong adjacency": (
+        hypernet_checks.check_mean_noise,
+        mean_embedding(adjacency_of=lambda adjacency: "zero-out"),
     ),
     "replace-one without the factor": (
         checks.check_replace_one,

@@ -1,0 +1,136 @@
+"""DP-DeepSets trained on synthetic public regressions; nothing here sees a private one.
+
+A record is (y x, y) and the target of the decoder is w. The loss is that of the records of each
+public set, (y - x.w)^2 on fresh examples, so that no public set's own w is needed.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments import _run
+from experiments._hypernet_data import DELTA, draw, draw_records, draw_weights
+from jdp.hypernet import (
+    Hypernet,
+    LinearDecoder,
+    MLPEncoder,
+    Tasks,
+    flat_tokens,
+    init_training,
+    plan_embedding,
+    train_step,
+    warmup_cosine,
+)
+
+WIDTH = 64  # features of an embedding
+EXAMPLES = 64  # of each public set in the loss
+RECORDS = 8_192  # of all public sets of a step, or 2 sets
+LEARNING_RATE = 3e-3
+CHUNK = 100  # steps of a scan
+
+
+def sets_per_step(n: int) -> int:
+    """More sets where they are small: 128 at most, 4 at least."""
+    return max(4, min(128, RECORDS // n))
+
+
+def record(x, y):
+    """What the encoder sees."""
+    return jnp.concatenate([y[..., None] * x, y[..., None]], axis=-1)
+
+
+def network(n: int, d: int, noise_multiplier) -> Hypernet:
+    """The hypernetwork: linear encoder and decoder."""
+    num_tokens, detokenise = flat_tokens(jnp.zeros(d), d)
+    decoder = LinearDecoder(num_tokens, d, kernel_init=jax.nn.initializers.lecun_normal())
+    return Hypernet(
+        MLPEncoder((min(WIDTH, d),)),
+        decoder,
+        detokenise,
+        num_records=n,
+        noise_multiplier=noise_multiplier,
+        adjacency="zero-out",
+    )
+
+
+def tasks(key, sets: int, n: int, d: int, gamma) -> Tasks:
+    """Public sets, drawn afresh."""
+
+    def one(key):
+        keys = jax.random.split(key, 3)
+        w = draw_weights(keys[0], d, gamma)
+        return record(*draw_records(keys[1], n, w)), draw_records(keys[2], EXAMPLES, w)
+
+    records, examples = jax.vmap(one)(jax.random.split(key, sets))
+    return Tasks(records, examples)
+
+
+def loss(w, examples):
+    """Mean squared error of one set's examples."""
+    x, y = examples
+    return jnp.mean((y - x @ w) ** 2)
+
+
+@functools.cache
+def _programs(n: int, d: int, steps: int):
+    """(start, chunk of steps), compiled once for each size; seeds are mapped over."""
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adam(warmup_cosine(LEARNING_RATE, steps))
+    )
+
+    def start(key, gamma, z):
+        public = tasks(key, 8, n, d, gamma).records.reshape(-1, d + 1)
+        return init_training(network(n, d, z), optimizer, key, public)
+
+    def chunk(state, key, gamma, z):
+        step = train_step(network(n, d, z), loss, optimizer)
+
+        def body(state, _):
+            public = tasks(jax.random.fold_in(key, state.step), sets_per_step(n), n, d, gamma)
+            state, losses = step(state, public)
+            return state, jnp.mean(losses)
+
+        return jax.lax.scan(body, state, length=CHUNK)
+
+    mapped: Any = (0, 0, None, None)
+    return jax.jit(jax.vmap(start, (0, None, None))), jax.jit(jax.vmap(chunk, mapped))
+
+
+def train(keys, n: int, d: int, gamma: float, epsilon: float, steps: int, label: str):
+    """Train one hypernetwork a key; returns their parameters and the losses of the last chunk."""
+    start, chunk = _programs(n, d, steps)
+    z = jnp.float32(plan_embedding(n, epsilon=epsilon, delta=DELTA).noise_multiplier)
+    halves = jax.vmap(jax.random.split)(keys)
+    state, losses = start(halves[:, 0], jnp.float32(gamma), z), None
+    with _run.progress(label, steps) as advance:
+        for _ in range(steps // CHUNK):
+            state, losses = chunk(state, halves[:, 1], jnp.float32(gamma), z)
+            jax.block_until_ready(losses)
+            advance(CHUNK)
+    assert losses is not None
+    return state.params, np.asarray(losses, np.float64).mean(1)
+
+
+@functools.cache
+def _evaluation(n: int, d: int):
+    def one(params, key, gamma, z):
+        data_key, noise_key = jax.random.split(key)
+        x, y, w = draw(data_key, n, d, gamma)
+        found = network(n, d, z).generate(params, record(x, y), noise_key)
+        return jnp.sum((found - w) ** 2), jnp.sum(w**2)
+
+    def many(params, keys, gamma, z):
+        return jax.lax.map(lambda key: one(params, key, gamma, z), keys)
+
+    return jax.jit(jax.vmap(many, (0, None, None, None)))
+
+
+def errors(params, keys, n: int, d: int, gamma: float, epsilon: float):
+    """Errors (trainings, data sets), and |w|^2 of the data sets."""
+    z = jnp.float32(plan_embedding(n, epsilon=epsilon, delta=DELTA).noise_multiplier)
+    found, norms = _evaluation(n, d)(params, keys, jnp.float32(gamma), z)
+    return np.asarray(found, np.float64), np.asarray(norms, np.float64)[0]
