@@ -69,48 +69,49 @@ def plans(setting: Setting, size: int, epsilon: float, delta: float, adjacency) 
     )
 
 
-Train = Callable[[Any, np.ndarray, float, jax.Array], Any]
-"""`train(start, images, learning_rate, key) -> adapters`."""
+Train = Callable[[Any, np.ndarray, float, jax.Array, Any], Any]
+"""`train(start, images, learning_rate, key, plan) -> adapters`; the plan of a private method."""
 
 
-def trainer(problem: Problem, setting: Setting, method: str, plan: Any) -> Train:
-    """Make the training of one method, compiled once for all sets and learning rates.
+def trainer(problem: Problem, setting: Setting, method: str) -> Train:
+    """Make the training of one method, compiled once for all sets, learning rates and budgets.
 
     Args:
       problem: what is adapted.
       setting: the hyper-parameters.
       method: one of `METHODS`, or "public" for the public stage.
-      plan: of a private method; None for the others.
     """
     private = method in PRIVATE
     steps = setting.steps if private else setting.free_steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, max(1, steps // 10), steps)
+
+    def mean_loss(adapters, examples, base):
+        params = lora.merge(base, adapters)
+        return _diffusion.losses(problem.diffusion, params, *examples).mean()
 
     def public_gradient(adapters, key, base, public):
         rows_key, key = jax.random.split(key)
         rows = jax.random.randint(rows_key, (setting.batch_size,), 0, len(public))
         return jax.grad(mean_loss)(adapters, _draw(problem, key, public[rows]), base)
 
-    def mean_loss(adapters, examples, base):
-        params = lora.merge(base, adapters)
-        return _diffusion.losses(problem.diffusion, params, *examples).mean()
-
-    def transformation(noise_key, public_key, base, public):
+    def transformation(keys, z, adjacency, base, public):
         parts: list[Any] = [optax.scale_by_adam()]
         if method == "pda-dpmd":
             gradient = functools.partial(public_gradient, base=base, public=public)
-            parts.insert(0, jdp.public_data.mix_public(setting.mixing, gradient, key=public_key))
+            parts.insert(0, jdp.public_data.mix_public(setting.mixing, gradient, key=keys[1]))
         if private:
-            options = {"batch_size": plan.batch_size, "key": noise_key}
-            parts.insert(0, jdp.privatize(plan.noise_multiplier, **options))
+            options = {"batch_size": setting.batch_size, "key": keys[0], "adjacency": adjacency}
+            parts.insert(0, jdp.privatize(z, **options))
         return optax.chain(*parts)
 
-    @jax.jit
-    def step(adapters, state, index, images, public, rate, keys, base):
-        tx = transformation(keys[0], keys[1], base, public)
+    # Budgets differ in z alone: it is traced, and the sampler that they share is static.
+    @functools.partial(jax.jit, static_argnames=("sampler", "adjacency"))
+    def step(adapters, state, index, data, rate, keys, z, base, *, sampler, adjacency):
+        images, public = data
+        tx = transformation(keys, z, adjacency, base, public)
         draw_key = jax.random.fold_in(keys[2], index)
         if private:
-            rows, mask = plan.batch(keys[3], index)
+            rows, mask = sampler.batch(keys[3], index)
             examples = _draw(problem, draw_key, images[rows])
             loss = lambda own, example: record_loss(problem, own, example, base)  # noqa: E731
             clipper = jdp.clip_by_norm(setting.clip_norm)
@@ -126,14 +127,19 @@ def trainer(problem: Problem, setting: Setting, method: str, plan: Any) -> Train
         updates = jax.tree.map(lambda leaf: scale * leaf, updates)
         return optax.apply_updates(adapters, updates), state
 
-    def train(start, images, learning_rate, key):
+    def train(start, images, learning_rate, key, plan=None):
         keys = tuple(jax.random.split(key, 4))
         public = problem.public if method == "pda-dpmd" else problem.public[:1]
-        parts = jnp.asarray(images), jnp.asarray(public), np.float32(learning_rate)
-        adapters = start
-        state = transformation(*keys[:2], problem.base, parts[1]).init(start)
+        data, rate = (jnp.asarray(images), jnp.asarray(public)), np.float32(learning_rate)
+        z, static = np.float32(0), {"sampler": None, "adjacency": None}
+        if private:
+            z = np.float32(plan.noise_multiplier)
+            static = {"sampler": plan.sampler, "adjacency": plan.adjacency}
+        adapters, base = start, problem.base
+        state = transformation(keys, jnp.asarray(z), static["adjacency"], base, data[1]).init(start)
         for index in range(steps):
-            adapters, state = step(adapters, state, index, *parts, keys, problem.base)
+            rest = data, rate, keys, z, base
+            adapters, state = step(adapters, state, index, *rest, **static)
         return adapters
 
     return train

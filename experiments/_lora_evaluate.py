@@ -33,66 +33,76 @@ def _start(method: str, task: Problem, config: Config, folder: _run.Folder, key)
         return task.start
     path = folder.path / "public.msgpack"
     if not path.exists():
-        train = _lora_baselines.trainer(task, config.baseline, "public", None)
+        train = _lora_baselines.trainer(task, config.baseline, "public")
         rate = config.baseline.learning_rates[0]
-        _lora_stages.save(path, train(task.start, task.public, rate, key))
+        _lora_stages.save(path, train(task.start, task.public, rate, key, None))
     return _lora_stages.load(path, task.start)
 
 
 def baselines(
     config: Config, folder: _run.Folder, options: dict[str, Any], sets: Sets, task: Problem
 ) -> dict[str, Any]:
-    """Stage `baselines`: choose each learning rate on PUBLIC sets, and train on the private ones.
+    """Stage `baselines`: choose each learning rate on PUBLIC sets, then train on the private ones.
 
     Returns:
       For each (method, epsilon): `{"learning_rate": ..., "tuning": {rate: distance}}`; adapters of
       all sets are in the folder.
     """
-    rates, found = config.baseline.learning_rates, {}
+    own = config.part(
+        "baseline", "tuning_sets", "tuning_samples", "first_level", "patterns", "rank"
+    )
+    own |= {key: options[key] for key in ("seed", "delta", "adjacency", "sampling_steps")}
     sample = _diffusion.sampler(task.diffusion, options["sampling_steps"])
     root = jax.random.fold_in(jax.random.key(options["seed"]), 5)
     rng = np.random.default_rng(options["seed"] + 1)
     public_rows = sets.public_sets[rng.integers(0, len(sets.public_sets), config.tuning_sets)]
-    size = len(rates) * config.tuning_sets + len(sets.private_sets)
-    with _run.progress("baselines", size * len(tasks(options))) as advance:
+    trainers: dict[str, Any] = {}
+    found = {}
+
+    def tune(train, start, plan, advance) -> dict[str, float]:
+        scores = {}
+        for rate in config.baseline.learning_rates:
+            distances = []
+            for number, rows in enumerate(public_rows):
+                key = jax.random.fold_in(root, number)
+                adapters = train(start, sets.images.public[rows], rate, key, plan)
+                images = sample(lora.merge(task.base, adapters), key, config.tuning_samples)
+                distances.append(distance(sets.features(images), sets.public_features[rows]))
+                advance(1)
+            scores[f"{rate:g}"] = float(np.mean(distances))
+        return scores
+
+    count = len(config.baseline.learning_rates) * config.tuning_sets
+    total = (count + len(sets.private_sets)) * len(tasks(options))
+    with _run.progress("baselines", total) as advance:
         for method, epsilon in tasks(options):
-            name = piece(method, epsilon)
-            own = config.part("baseline", "tuning_sets", "tuning_samples", "first_level")
-            own |= config.part("patterns", "rank") | {"sets": options["sets"]}
-            own |= {key: options[key] for key in ("seed", "delta", "adjacency", "sampling_steps")}
-            path = folder.path / f"{name}.msgpack"
-            done = folder.get(f"baselines/{name}", own)
+            name, path = piece(method, epsilon), folder.path / f"{piece(method, epsilon)}.msgpack"
+            plan = None
+            if epsilon is not None:
+                budget = (epsilon, options["delta"], options["adjacency"])
+                plan = _lora_baselines.plans(config.baseline, config.set_size, *budget)
+            if method not in trainers:
+                trainers[method] = _lora_baselines.trainer(task, config.baseline, method)
+            train, start = trainers[method], _start(method, task, config, folder, root)
+            tuned = folder.get(f"tuning/{name}", own)
+            if tuned is None:
+                tuned = folder.put(f"tuning/{name}", own, tune(train, start, plan, advance))
+            else:
+                advance(count)
+            rate = float(min(tuned, key=lambda rate: tuned[rate]))
+            done = folder.get(f"baselines/{name}", own | {"sets": options["sets"]})
             if done is None:
-                plan = None
-                if epsilon is not None:
-                    budget = (epsilon, options["delta"], options["adjacency"])
-                    plan = _lora_baselines.plans(config.baseline, config.set_size, *budget)
-                train = _lora_baselines.trainer(task, config.baseline, method, plan)
-                start = _start(method, task, config, folder, root)
-                scores = {}
-                for rate in rates:
-                    distances = []
-                    for number, rows in enumerate(public_rows):
-                        key = jax.random.fold_in(root, number)
-                        adapters = train(start, sets.images.public[rows], rate, key)
-                        params = lora.merge(task.base, adapters)
-                        images = sample(params, key, config.tuning_samples)
-                        drawn, real = sets.features(images), sets.public_features[rows]
-                        distances.append(distance(drawn, real))
-                        advance(1)
-                    scores[rate] = float(np.mean(distances))
-                best = min(scores, key=lambda rate: scores[rate])
                 trained = []
                 for number, rows in enumerate(sets.private_sets):
                     key = jax.random.fold_in(root, 1_000 + number)
-                    trained.append(train(start, sets.images.private[rows], best, key))
+                    trained.append(train(start, sets.images.private[rows], rate, key, plan))
                     advance(1)
                 _lora_stages.save(path, _stacked(trained))
-                done = {"learning_rate": best, "tuning": {f"{r:g}": s for r, s in scores.items()}}
-                done |= {"noise_multiplier": plan and float(plan.noise_multiplier)}
-                done = folder.put(f"baselines/{name}", own, done)
+                done = {"learning_rate": rate, "tuning": tuned}
+                done["noise_multiplier"] = plan and float(plan.noise_multiplier)
+                done = folder.put(f"baselines/{name}", own | {"sets": options["sets"]}, done)
             else:
-                advance(size)
+                advance(len(sets.private_sets))
             found[name] = done
     return found
 

@@ -92,8 +92,8 @@ def test_training_moves_adapters_and_leaves_the_base(task, method):
     plan = _lora_baselines.plans(SMOKE.baseline, 16, 4.0, 1e-5, "replace-one")
     assert plan.adjacency == "replace-one" and plan.epsilon <= 4.0
     assert plan.sampler.rate == SMOKE.baseline.batch_size / 16
-    train = _lora_baselines.trainer(task, SMOKE.baseline, method, plan)
-    found = train(task.start, task.public[:16], 0.01, jax.random.key(0))
+    train = _lora_baselines.trainer(task, SMOKE.baseline, method)
+    found = train(task.start, task.public[:16], 0.01, jax.random.key(0), plan)
     change = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), found, task.start)
     # Two steps of Adam, the first of which the warm-up makes nothing of.
     assert all(0 < value < 0.011 for value in jax.tree.leaves(change))
