@@ -29,16 +29,17 @@ class Images(NamedTuple):
 
 def load(name: str, size: int, num_public: int, num_private: int, data_dir=None) -> Images:
     """Load a data set, halve it and bring its images to `size` x `size`, in -1..1."""
-    data = datasets.load(name, data_dir, max_examples=num_private, num_public=num_public)
+    data = datasets.load(name, data_dir, num_public=num_public)
     grey = data.image_shape[-1] == 1
     parts = []
-    for images in (data.public_images, data.train_images):
+    for images in (data.public_images, data.train_images[:num_private]):
         unit = images if grey else (images + 2) / 4
         margin = 2 if images.shape[1] == 28 and size < 28 else 0  # MNIST's blank border
         inside = unit[:, margin : images.shape[1] - margin, margin : images.shape[2] - margin]
         parts.append(_resize(inside, size) * 2 - 1)
-    size_text = f"{data.source}, at {size}x{size}"
-    return Images(parts[0], data.public_labels, parts[1], data.train_labels, size_text)
+    labels = data.public_labels, data.train_labels[:num_private]
+    source = f"{data.source}, the first {len(labels[1]):,} private ones used, at {size}x{size}"
+    return Images(parts[0], labels[0], parts[1], labels[1], source)
 
 
 def _resize(images: np.ndarray, size: int) -> np.ndarray:
