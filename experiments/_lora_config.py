@@ -55,13 +55,13 @@ class Config:
     rank: int = 1
     first_level: int = 200
     encoder: tuple[int, ...] = (256, 128)
-    linear: bool = False
+    linear: bool = True
     decoder_width: int = 64
     decoder_layers: int = 2
-    hyper_steps: int = 3_000
+    hyper_steps: int = 4_000
     hyper_sets: int = 16
     hyper_records: int = 4
-    hyper_rate: float = 1e-3
+    hyper_rate: float = 2e-3
     token_scale: float = 1.0
     baseline: Setting = Setting()
     tuning_sets: int = 2
@@ -81,7 +81,7 @@ SMOKE = dataclasses.replace(
     num_public=1_000,
     num_private=1_000,
     set_size=16,
-    unet=dataclasses.replace(SMALL.unet, width=8, attention=(4,), groups=4),
+    unet=dataclasses.replace(SMALL.unet, width=8, multipliers=(1,), attention=(8,), groups=4),
     pretrain_steps=5,
     pretrain_batch=8,
     classifier_steps=20,
@@ -105,6 +105,8 @@ FULL = Config(
     patterns=("*/qkv/kernel", "*/proj_out/kernel"),
     first_level=0,
     encoder=(512, 128),
+    linear=False,
+    hyper_rate=1e-3,
     decoder_width=128,
     decoder_layers=4,
     hyper_steps=200 * 30_000 // 4,

@@ -23,8 +23,11 @@ def piece(method: str, epsilon: float | None) -> str:
 
 def tasks(options: dict[str, Any]) -> list[tuple[str, float | None]]:
     """Every (method, epsilon) that trains adapters by gradients."""
-    private = [(method, epsilon) for method in PRIVATE for epsilon in options["epsilons"]]
-    return [("non-private", None), *private]
+    found: list[tuple[str, float | None]] = []
+    for method in options["methods"]:
+        budgets = options["epsilons"] if method in PRIVATE else (None,)
+        found += [(method, epsilon) for epsilon in budgets]
+    return found
 
 
 def _start(method: str, task: Problem, config: Config, folder: _run.Folder, key) -> Any:

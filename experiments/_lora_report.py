@@ -126,8 +126,10 @@ def draw_samples(folder: pathlib.Path, sets: Sets):
 
     summary = _run.read_json(folder / "summary.json")
     epsilon = min(summary["epsilons"], key=lambda value: abs(value - 4))
-    names = ["dp-deepsets", f"dp-deepsets-eps{epsilon:g}", f"dp-sgd-eps{epsilon:g}", "non-private"]
-    titles = ["private set", "dp-deepsets, no noise", *names[1:]]
+    names = [f"dp-deepsets-eps{epsilon:g}", f"dp-sgd-eps{epsilon:g}", "non-private"]
+    names = [name for name in names if name in summary["methods"]]
+    titles = ["private set", "dp-deepsets, no noise", *names]
+    names = ["dp-deepsets", *names]
     count = min(6, len(sets.private_sets))
     figure = Figure(figsize=(2.4 * len(titles), 1.05 * count + 0.4), layout="constrained")
     grid = np.atleast_2d(figure.subplots(count, len(titles)))

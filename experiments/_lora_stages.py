@@ -140,9 +140,8 @@ def pretrain(config: Config, folder: _run.Folder, options: dict[str, Any], sets:
     params = init()
     rows = lambda rng: rng.integers(0, len(sets.images.public), config.pretrain_batch)  # noqa: E731
     batch = lambda rng: sets.images.public[rows(rng)]  # noqa: E731
-    carry, loss = _train(
-        "pretrain", folder, steps, (params, tx.init(params), params), step, batch, options["seed"]
-    )
+    start = params, tx.init(params), params
+    carry, loss = _train("pretrain", folder, own, steps, start, step, batch, options["seed"])
     save(path, carry[2])
     folder.put("pretrain", own, {"loss": loss})
     return carry[2]
@@ -158,9 +157,12 @@ def _tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in state.items()}
 
 
-def _train(name, folder, steps, carry, step, batch, seed) -> tuple[Any, float]:
+def _train(name, folder, own, steps, carry, step, batch, seed) -> tuple[Any, float]:
     """Take steps, with a checkpoint now and then; return the carry and the last losses' mean."""
     partial, begin = folder.path / f"{name}.partial.msgpack", 0
+    if folder.get(f"{name}/begun", own) is None:  # refuses to take up another configuration
+        folder.put(f"{name}/begun", own, {})
+        partial.unlink(missing_ok=True)
     if partial.exists():
         carry, begin = load(partial, (carry, 0))
     losses: list[Any] = []
@@ -266,7 +268,7 @@ def train_hypernet(
         return multiplier, public[rows], sets.images.public[seen]
 
     carry = initial.params, initial.optimizer
-    (params, _), loss = _train("hypernet", folder, steps, carry, step, batch, options["seed"])
+    (params, _), loss = _train("hypernet", folder, own, steps, carry, step, batch, options["seed"])
     save(path, params)
     folder.put("hypernet", own, {"loss": loss})
     return params

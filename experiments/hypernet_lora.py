@@ -37,6 +37,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from experiments import _lora_evaluate, _lora_report, _lora_stages, _run
+from experiments._lora_baselines import METHODS
 from experiments._lora_config import CONFIGS, SMOKE, Config
 from experiments._run import UsageError
 from jdp import hypernet
@@ -53,6 +54,8 @@ class Args:
     """Sizes: MNIST at 16x16 for two cores, or the ImageNet-64 model with CIFAR-10 of the paper."""
     stages: tuple[Stage, ...] = STAGES
     """Stages to run now; earlier ones must have been run, or be among these."""
+    methods: tuple[str, ...] = METHODS
+    """Which of the methods that train adapters by gradients to run."""
     epsilons: tuple[float, ...] = (1.0, 4.0, 16.0)
     """Privacy budgets."""
     delta: float = 1e-5
@@ -153,6 +156,10 @@ def check(args: Args, config: Config):
         raise UsageError(f"--delta must be {bound}, but got {args.delta}")
     if args.sets > config.candidates:
         raise UsageError(f"--sets must be at most {config.candidates}, but got {args.sets}")
+    unknown = [method for method in args.methods if method not in METHODS]
+    if unknown or len(set(args.methods)) < len(args.methods):
+        got = " ".join(unknown or args.methods)
+        raise UsageError(f"--methods must be different ones of {' '.join(METHODS)}, but got {got}")
     if not args.stages:
         raise UsageError(f"--stages must be some of {' '.join(STAGES)}")
     if args.config == "full" and args.checkpoint is None and not args.smoke:

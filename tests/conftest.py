@@ -10,7 +10,7 @@ hypothesis.settings.load_profile("ci")
 # The trusted core bears strictness. What wraps it (optax, flax, the experiments) does not, and
 # misuse must be caught under the settings that users have.
 LENIENT = ("test_datasets", "test_models", "test_experiments", "test_misuse", "test_interop")
-LENIENT += ("test_hypernet",)
+LENIENT += ("test_hypernet", "test_unet")
 LENIENT += ("test_aggregate", "test_speed", "test_relu_estimator", "test_relu_study", "test_adam")
 
 
@@ -30,7 +30,7 @@ UNOPTIMIZED += ("test_interop", "test_misuse", "test_speed", "test_subspace", "t
 UNOPTIMIZED += ("test_relu_regression", "test_relu_estimator", "test_thresholds")
 UNOPTIMIZED += ("test_relu_study", "test_one_visit", "test_bookkeeping_scans")
 UNOPTIMIZED += ("test_public_data",)
-UNOPTIMIZED += ("test_pate", "test_experiments_pate", "test_hypernet")
+UNOPTIMIZED += ("test_pate", "test_experiments_pate", "test_hypernet", "test_unet")
 UNOPTIMIZED_TESTS = ("test_door", "test_random_models")
 
 

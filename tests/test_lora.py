@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import _unet
 from jdp import lora
 
 
@@ -102,20 +101,6 @@ def test_token_length_needs_no_padding(params):
     assert length == 6
     total = sum(leaf.size for leaf in jax.tree.leaves(adapters))
     assert lora.num_tokens(adapters, length) * length == total
-
-
-def test_sizes_of_the_full_unet():
-    shapes = jax.eval_shape(lambda: _unet.init(_unet.IMAGENET_64, jax.random.key(0)))
-    patterns = ("*/qkv/kernel", "*/proj_out/kernel")
-    build = lambda key, params: lora.init(key, params, patterns, rank=1)  # noqa: E731
-    adapters = jax.eval_shape(build, jax.random.key(0), shapes)
-    assert len(adapters) == 30  # two of each of 15 attention blocks
-    assert sum(leaf.size for leaf in jax.tree.leaves(adapters)) == 40_704
-    assert lora.token_length(adapters) == 128
-    tokens = jax.eval_shape(lambda tree: lora.tokenise(tree, 128), adapters)
-    assert tokens.shape == (318, 128)
-    back = jax.eval_shape(lambda t: lora.detokenise(t, adapters), tokens)
-    assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, adapters)
 
 
 def test_half_precision_and_lists_and_vmap():

@@ -10,6 +10,7 @@ import pytest
 
 from experiments import _unet
 from experiments._run import UsageError
+from jdp import lora
 
 TINY = _unet.UNetConfig(16, 3, 16, 2, (1, 2), (8,), heads=4, groups=8, learned_sigma=True)
 
@@ -212,6 +213,20 @@ def test_the_full_layout_has_the_published_names_and_shapes():
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, shapes_of(_unet.IMAGENET_64))
     count = sum(leaf.size for leaf in jax.tree.leaves(found))
     assert 115e6 < count < 125e6
+
+
+def test_adapters_of_the_full_layout_have_the_published_sizes():
+    shapes = shapes_of(_unet.IMAGENET_64)
+    patterns = ("*/qkv/kernel", "*/proj_out/kernel")
+    build = lambda key, params: lora.init(key, params, patterns, rank=1)  # noqa: E731
+    adapters = jax.eval_shape(build, jax.random.key(0), shapes)
+    assert len(adapters) == 30  # two of each of 15 attention blocks
+    assert sum(leaf.size for leaf in jax.tree.leaves(adapters)) == 40_704
+    assert lora.token_length(adapters) == 128
+    tokens = jax.eval_shape(lambda tree: lora.tokenise(tree, 128), adapters)
+    assert tokens.shape == (318, 128)
+    back = jax.eval_shape(lambda t: lora.detokenise(t, adapters), tokens)
+    assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, adapters)
 
 
 def test_every_tensor_is_placed_and_checked():
