@@ -84,16 +84,18 @@ def baselines(
             if epsilon is not None:
                 budget = (epsilon, options["delta"], options["adjacency"])
                 plan = _lora_baselines.plans(config.baseline, config.set_size, *budget)
-            if method not in trainers:
-                trainers[method] = _lora_baselines.trainer(task, config.baseline, method)
-            train, start = trainers[method], _start(method, task, config, folder, root)
             tuned = folder.get(f"tuning/{name}", own)
+            done = folder.get(f"baselines/{name}", own | {"sets": options["sets"]})
+            train: Any = None
+            if tuned is None or done is None:
+                if method not in trainers:
+                    trainers[method] = _lora_baselines.trainer(task, config.baseline, method)
+                train, start = trainers[method], _start(method, task, config, folder, root)
             if tuned is None:
                 tuned = folder.put(f"tuning/{name}", own, tune(train, start, plan, advance))
             else:
                 advance(count)
             rate = float(min(tuned, key=lambda rate: tuned[rate]))
-            done = folder.get(f"baselines/{name}", own | {"sets": options["sets"]})
             if done is None:
                 trained = []
                 for number, rows in enumerate(sets.private_sets):

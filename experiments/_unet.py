@@ -170,7 +170,7 @@ def _to_space(x, patch: int):
 def init(config: UNetConfig, key: jax.Array) -> Any:
     """Return the parameters of a UNet."""
     images = jnp.zeros((1, config.size, config.size, config.channels))
-    return UNet(config).init(key, images, jnp.zeros(1))["params"]
+    return jax.jit(UNet(config).init)(key, images, jnp.zeros(1))["params"]
 
 
 _INNER = {
