@@ -1,5 +1,6 @@
 """The stages on private sets: adapters of every method, samples, and how far they are off."""
 
+import functools
 import pathlib
 from typing import Any
 
@@ -55,60 +56,56 @@ def baselines(
         "baseline", "tuning_sets", "tuning_samples", "first_level", "patterns", "rank"
     )
     own |= {key: options[key] for key in ("seed", "delta", "adjacency", "sampling_steps")}
+    rates = config.baseline.learning_rates
     sample = _diffusion.sampler(task.diffusion, options["sampling_steps"])
     root = jax.random.fold_in(jax.random.key(options["seed"]), 5)
     rng = np.random.default_rng(options["seed"] + 1)
     public_rows = sets.public_sets[rng.integers(0, len(sets.public_sets), config.tuning_sets)]
-    trainers: dict[str, Any] = {}
-    found = {}
 
     def tune(train, start, plan, advance) -> dict[str, float]:
-        scores = {}
-        for rate in config.baseline.learning_rates:
-            distances = []
+        scores = {f"{rate:g}": 0.0 for rate in rates}
+        for rate in rates:
             for number, rows in enumerate(public_rows):
                 key = jax.random.fold_in(root, number)
                 adapters = train(start, sets.images.public[rows], rate, key, plan)
                 images = sample(lora.merge(task.base, adapters), key, config.tuning_samples)
-                distances.append(distance(sets.features(images), sets.public_features[rows]))
+                found = distance(sets.features(images), sets.public_features[rows])
+                scores[f"{rate:g}"] += found / len(public_rows)
                 advance(1)
-            scores[f"{rate:g}"] = float(np.mean(distances))
         return scores
 
-    count = len(config.baseline.learning_rates) * config.tuning_sets
+    def train_all(train, start, plan, rate: float, advance) -> Any:
+        trained = []
+        for number, rows in enumerate(sets.private_sets):
+            key = jax.random.fold_in(root, 1_000 + number)
+            trained.append(train(start, sets.images.private[rows], rate, key, plan))
+            advance(1)
+        return _stacked(trained)
+
+    make = functools.cache(functools.partial(_lora_baselines.trainer, task, config.baseline))
+    found, count = {}, len(rates) * config.tuning_sets
     total = (count + len(sets.private_sets)) * len(tasks(options))
     with _run.progress("baselines", total) as advance:
         for method, epsilon in tasks(options):
-            name, path = piece(method, epsilon), folder.path / f"{piece(method, epsilon)}.msgpack"
-            plan = None
+            name, plan = piece(method, epsilon), None
+            pieces = (f"tuning/{name}", own), (f"baselines/{name}", own | {"sets": options["sets"]})
+            found[name] = folder.get(*pieces[1])
+            if found[name]:
+                advance(count + len(sets.private_sets))
+                continue
             if epsilon is not None:
                 budget = (epsilon, options["delta"], options["adjacency"])
                 plan = _lora_baselines.plans(config.baseline, config.set_size, *budget)
-            tuned = folder.get(f"tuning/{name}", own)
-            done = folder.get(f"baselines/{name}", own | {"sets": options["sets"]})
-            train: Any = None
-            if tuned is None or done is None:
-                if method not in trainers:
-                    trainers[method] = _lora_baselines.trainer(task, config.baseline, method)
-                train, start = trainers[method], _start(method, task, config, folder, root)
+            start = _start(method, task, config, folder, root)
+            tuned = folder.get(*pieces[0])
             if tuned is None:
-                tuned = folder.put(f"tuning/{name}", own, tune(train, start, plan, advance))
-            else:
-                advance(count)
-            rate = float(min(tuned, key=lambda rate: tuned[rate]))
-            if done is None:
-                trained = []
-                for number, rows in enumerate(sets.private_sets):
-                    key = jax.random.fold_in(root, 1_000 + number)
-                    trained.append(train(start, sets.images.private[rows], rate, key, plan))
-                    advance(1)
-                _lora_stages.save(path, _stacked(trained))
-                done = {"learning_rate": rate, "tuning": tuned}
-                done["noise_multiplier"] = plan and float(plan.noise_multiplier)
-                done = folder.put(f"baselines/{name}", own | {"sets": options["sets"]}, done)
-            else:
-                advance(len(sets.private_sets))
-            found[name] = done
+                tuned = folder.put(*pieces[0], tune(make(method), start, plan, advance))
+            rate = float(min(tuned, key=lambda rate, t=tuned: t[rate]))
+            adapters = train_all(make(method), start, plan, rate, advance)
+            _lora_stages.save(folder.path / f"{name}.msgpack", adapters)
+            done = {"learning_rate": rate, "tuning": tuned}
+            done["noise_multiplier"] = plan and float(plan.noise_multiplier)
+            found[name] = folder.put(*pieces[1], done)
     return found
 
 
