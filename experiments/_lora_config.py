@@ -58,7 +58,7 @@ class Config:
     linear: bool = True
     decoder_width: int = 64
     decoder_layers: int = 2
-    hyper_steps: int = 4_000
+    hyper_steps: int = 2_500
     hyper_sets: int = 16
     hyper_records: int = 4
     hyper_rate: float = 2e-3
