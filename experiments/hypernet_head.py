@@ -37,7 +37,7 @@ from jdp import hypernet
 METHODS = ("dp-deepsets", "noisy mean", "dp-sgd", "logistic")
 RATES = (0.1, 0.3, 1.0, 3.0, 10.0)
 SGD_STEPS = 50
-TRAINED_SIZE = 60  # records of a public task; other sizes differ in their noise only
+TRAINED_SIZE = 50  # records of a public task; other sizes differ in their noise only
 QUERIES = 32  # further examples of each public task, in the loss
 
 
@@ -49,7 +49,7 @@ class Args:
     """A .npz file of features, or digits."""
     epsilons: tuple[float, ...] = (0.5, 1.0, 4.0, 16.0)
     """Privacy budgets of each task."""
-    sizes: tuple[int, ...] = (30, 60, 120)
+    sizes: tuple[int, ...] = (25, 50, 100)
     """Records N of a private set."""
     delta: float = 1e-5
     """Probability with which each privacy bound may fail."""
@@ -256,7 +256,7 @@ def cell(args: Args, learnt: Any, pool: Pool, chosen, test: Pool, epsilon, size,
 def main(args: Args) -> dict[str, Any]:
     """Train, choose rates on public tasks, measure on private ones, and return the summary."""
     if args.smoke:
-        small: dict[str, Any] = {"steps": 20, "tasks": 3, "sizes": (60,), "epsilons": (4.0,)}
+        small: dict[str, Any] = {"steps": 20, "tasks": 3, "sizes": (50,), "epsilons": (4.0,)}
         args = dataclasses.replace(args, **small)
     check(args)
     public, private, test, source = load(args)
