@@ -113,14 +113,13 @@ def main(args: Args) -> dict[str, Any]:
         for epsilon in args.epsilons
     }
     multipliers = [float(plan.noise_multiplier) for plan in plans.values()]
-    if "baselines" in stages:
+    learnt: Any = None
+    if {"hypernet", "evaluate"} & set(stages):
+        learnt = _lora_stages.train_hypernet(config, folder, options, sets, task, multipliers)
+    if {"baselines", "evaluate"} & set(stages):
         summary["learning_rates"] = _lora_evaluate.baselines(config, folder, options, sets, task)
-    if not {"hypernet", "evaluate"} & set(stages):
-        return summary
-    learnt = _lora_stages.train_hypernet(config, folder, options, sets, task, multipliers)
     if "evaluate" not in stages:
         return summary
-    summary["learning_rates"] = _lora_evaluate.baselines(config, folder, options, sets, task)
     rows = _lora_evaluate.evaluate(config, folder, options, sets, task, learnt, plans)
     summary["methods"] = {name: _lora_report.statistics(row) for name, row in rows.items()}
     summary["noise"] = {
