@@ -172,7 +172,7 @@ def _train(name, folder, own, steps, carry, step, batch, seed) -> tuple[Any, flo
             rng = np.random.default_rng([seed, index])
             carry, loss = step(carry, index, batch(rng))
             losses = [*losses[-499:], loss]
-            if (index + 1) % CHECKPOINT_EVERY == 0:
+            if (index + 1) % CHECKPOINT_EVERY == 0 and index + 1 < steps:
                 save(partial, (carry, index + 1))
             advance(1)
     mean = float(np.mean([np.mean(loss) for loss in losses]))
