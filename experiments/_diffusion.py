@@ -45,7 +45,7 @@ def build(config: UNetConfig, levels: int) -> Diffusion:
     def predict(params, images, index):
         # The published weights know the time as one of 1,000, however many levels there are.
         times = index.astype(jnp.float32) * (1_000.0 / levels)
-        outputs = network.apply({"params": params}, images, times)
+        outputs: Any = network.apply({"params": params}, images, times)
         return outputs[..., : config.channels]
 
     return Diffusion(config, cosine(levels), predict)

@@ -127,7 +127,7 @@ def trainer(problem: Problem, setting: Setting, method: str) -> Train:
         updates = jax.tree.map(lambda leaf: scale * leaf, updates)
         return optax.apply_updates(adapters, updates), state
 
-    def train(start, images, learning_rate, key, plan=None):
+    def train(start, images, learning_rate, key, plan: Any = None):
         keys = tuple(jax.random.split(key, 4))
         public = problem.public if method == "pda-dpmd" else problem.public[:1]
         data, rate = (jnp.asarray(images), jnp.asarray(public)), np.float32(learning_rate)

@@ -125,7 +125,7 @@ def evaluate(
     sets: Sets,
     task: Problem,
     learnt: hypernet.HypernetParams,
-    plans: dict[float, Any],
+    plans: dict[float | None, Any],
 ) -> dict[str, dict[str, Any]]:
     """Stage `evaluate`: samples of every method for every private set, and all distances.
 

@@ -39,7 +39,8 @@ def train(images, labels, key, *, steps: int, advance, batch_size: int = 128) ->
     @jax.jit
     def step(params, state, x, y):
         def loss(params):
-            logits = module.apply({"params": params}, x)[1]
+            outputs: Any = module.apply({"params": params}, x)
+            logits = outputs[1]
             return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
         updates, state = tx.update(jax.grad(loss)(params), state, params)

@@ -76,7 +76,7 @@ def find_sets(config: Config, folder: _run.Folder, options: dict[str, Any]) -> S
     found = folder.path / "sets.npz"
     if done is None:
         arrays = _sets_of(config, images, features, options)
-        np.savez(found, **arrays)
+        np.savez(found, allow_pickle=False, **arrays)
         accuracy = None
         if params is not None:
             accuracy = _lora_features.accuracy(params, images.private, images.private_labels)
@@ -150,7 +150,7 @@ def pretrain(config: Config, folder: _run.Folder, options: dict[str, Any], sets:
 def _tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     """The tensors of a PyTorch state dict."""
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise _run.UsageError("--checkpoint needs PyTorch: pip install torch") from error
     state = torch.load(path, map_location="cpu", weights_only=True)
@@ -205,10 +205,10 @@ def make_hypernet(config: Config, start: Any, noise_multiplier: Any, adjacency: 
         return jax.tree.map(jnp.add, start, change)
 
     width = config.decoder_width
-    own = {"width": width, "mlp_width": 4 * width, "layers": config.decoder_layers}
-    decoder = hypernet.TransformerDecoder(count, length, **own)
-    if config.linear:
-        decoder = hypernet.LinearDecoder(count, length)
+    decoder: Any = hypernet.LinearDecoder(count, length)
+    if not config.linear:
+        layers = {"mlp_width": 4 * width, "layers": config.decoder_layers}
+        decoder = hypernet.TransformerDecoder(count, length, width=width, **layers)
     return hypernet.Hypernet(
         hypernet.MLPEncoder(config.encoder),
         decoder,

@@ -37,7 +37,7 @@ def markdown(summary: dict[str, Any]) -> str:
             cells.append(f"**{text}**" if winner else text)
         return f"| {label} | {' | '.join(cells)} |"
 
-    for method in dict.fromkeys(row["method"] for row in rows):
+    for method in dict.fromkeys(str(row["method"]) for row in rows):
         lines.append(line(LABELS.get(method, method), method, "frechet"))
         if method == "dp-deepsets":
             lines.append(line("the same samples, against other sets", method, "mismatched"))

@@ -55,7 +55,7 @@ _ZEROS = nn.initializers.zeros
 
 
 def _conv(features: int, name: str, *, stride: int = 1, kernel: int = 3, zero: bool = False):
-    init = {"kernel_init": _ZEROS} if zero else {}
+    init: dict[str, Any] = {"kernel_init": _ZEROS} if zero else {}
     pad = kernel // 2
     return nn.Conv(
         features, (kernel, kernel), strides=stride, padding=((pad, pad),) * 2, name=name, **init

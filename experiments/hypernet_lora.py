@@ -106,7 +106,7 @@ def main(args: Args) -> dict[str, Any]:
         return summary
     task = _lora_stages.problem(config, base, sets, args.seed)
     summary["sizes"] = _lora_report.sizes(base, task.start)
-    plans = {
+    plans: dict[float | None, Any] = {
         epsilon: hypernet.plan_embedding(
             config.set_size, epsilon=epsilon, delta=args.delta, adjacency=args.adjacency
         )
