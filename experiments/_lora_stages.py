@@ -76,7 +76,8 @@ def find_sets(config: Config, folder: _run.Folder, options: dict[str, Any]) -> S
     found = folder.path / "sets.npz"
     if done is None:
         arrays = _sets_of(config, images, features, options)
-        np.savez(found, allow_pickle=False, **arrays)
+        store: Any = np.savez
+        store(found, **arrays)
         accuracy = None
         if params is not None:
             accuracy = _lora_features.accuracy(params, images.private, images.private_labels)
