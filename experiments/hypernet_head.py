@@ -14,7 +14,7 @@ Hyper-parameters are chosen on public tasks. Features are a .npz file with the a
 train_labels, test and test_labels (as `python -m experiments.linear_probe` writes them), or the
 pixels of scikit-learn's 8x8 digits. The last line on standard output is the summary as JSON.
 
-  python -m experiments.hypernet_head                            on digits, about two minutes
+  python -m experiments.hypernet_head                            on digits, a few minutes
   python -m experiments.hypernet_head --features cifar10.npz --sizes 64 256 1024 4096 --unseen
   python -m experiments.hypernet_head --smoke
 """
@@ -253,6 +253,26 @@ def cell(args: Args, learnt: Any, pool: Pool, chosen, test: Pool, epsilon, size,
     return found
 
 
+def tuned(tune, test_on, seed: int) -> dict[str, Any]:
+    """Choose the learning rates of one cell on public tasks; accuracies on the private ones."""
+    tried = tune(RATES, seed + 2)
+    rates = {
+        name: max(RATES, key=lambda rate, n=name: float(np.mean(tried[f"{n}/{rate:g}"])))
+        for name in ("dp-sgd", "logistic")
+    }
+    found = test_on(tuple(set(rates.values())), seed + 3)
+    found |= {name: found[f"{name}/{rate:g}"] for name, rate in rates.items()}
+    spread = lambda values: float(np.std(values, ddof=1))  # noqa: E731
+    return {
+        name: {
+            "mean": float(np.mean(found[name])),
+            "std": spread(found[name]),
+            "rate": rates.get(name),
+        }
+        for name in METHODS
+    }
+
+
 def main(args: Args) -> dict[str, Any]:
     """Train, choose rates on public tasks, measure on private ones, and return the summary."""
     if args.smoke:
@@ -270,34 +290,22 @@ def main(args: Args) -> dict[str, Any]:
     ]
     folder = _run.Folder(args.out or pathlib.Path("runs", "hypernet_head"))
     config = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "smoke")}
-    rows = folder.get("cells", config)
-    if rows is None:
-        learnt = train(args, public, own, noise)
-        rng = np.random.default_rng(args.seed + 1)
-        tuning, chosen = pairs(own, rng, 4), pairs(other, rng, args.tasks)
-        rows = {}
-        with _run.progress("cells", len(cells)) as advance:
-            for epsilon, size in cells:
-                rest = epsilon, size
-                tried = cell(args, learnt, public, tuning, public, *rest, RATES, args.seed + 2)
-                rates = {
-                    name: max(RATES, key=lambda r, n=name, t=tried: np.mean(t[f"{n}/{r:g}"]))
-                    for name in ("dp-sgd", "logistic")
-                }
-                used = tuple(set(rates.values()))
-                found = cell(args, learnt, private, chosen, test, *rest, used, args.seed + 3)
-                for name, rate in rates.items():
-                    found[name] = found[f"{name}/{rate:g}"]
-                rows[f"epsilon {epsilon:g}, N {size}"] = {
-                    method: {
-                        "mean": float(np.mean(found[method])),
-                        "std": float(np.std(found[method], ddof=1)),
-                        "rate": rates.get(method),
-                    }
-                    for method in METHODS
-                }
-                advance(1)
-        rows = folder.put("cells", config, rows)
+    rng = np.random.default_rng(args.seed + 1)
+    tuning, chosen = pairs(own, rng, 4), pairs(other, rng, args.tasks)
+    rows, learnt = {}, None
+    with _run.progress("cells", len(cells)) as advance:
+        for epsilon, size in cells:
+            name = f"epsilon {epsilon:g}, N {size}"
+            rows[name] = folder.get(name, config)
+            if rows[name] is None:
+                if learnt is None:
+                    learnt = train(args, public, own, noise)
+                tune = functools.partial(cell, args, learnt, public, tuning, public, epsilon, size)
+                test_on = functools.partial(
+                    cell, args, learnt, private, chosen, test, epsilon, size
+                )
+                rows[name] = folder.put(name, config, tuned(tune, test_on, args.seed))
+            advance(1)
     summary = {"experiment": "hypernet_head", "source": source, "setting": config, "cells": rows}
     summary["crossing"] = crossings(args, rows)
     summary["provenance"] = _run.provenance()
