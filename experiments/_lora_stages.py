@@ -119,7 +119,7 @@ def pretrain(config: Config, folder: _run.Folder, options: dict[str, Any], sets:
     if options["checkpoint"]:
         params = _unet.from_torch(config.unet, _tensors(pathlib.Path(options["checkpoint"])))
         save(path, params)
-        folder.put("pretrain", own, {"loss": None})
+        folder.put("pretrain", own, {"losses": None})
         return params
     diffusion = _diffusion.build(config.unet, config.levels)
     steps = config.pretrain_steps
@@ -142,9 +142,9 @@ def pretrain(config: Config, folder: _run.Folder, options: dict[str, Any], sets:
     rows = lambda rng: rng.integers(0, len(sets.images.public), config.pretrain_batch)  # noqa: E731
     batch = lambda rng: sets.images.public[rows(rng)]  # noqa: E731
     start = params, tx.init(params), params
-    carry, loss = _train("pretrain", folder, own, steps, start, step, batch, options["seed"])
+    carry, losses = _train("pretrain", folder, own, steps, start, step, batch, options["seed"])
     save(path, carry[2])
-    folder.put("pretrain", own, {"loss": loss})
+    folder.put("pretrain", own, {"losses": losses})
     return carry[2]
 
 
@@ -158,27 +158,29 @@ def _tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in state.items()}
 
 
-def _train(name, folder, own, steps, carry, step, batch, seed) -> tuple[Any, float]:
-    """Take steps, with a checkpoint now and then; return the carry and the last losses' mean."""
+def _train(name, folder, own, steps, carry, step, batch, seed) -> tuple[Any, list[float]]:
+    """Take steps, with a checkpoint now and then; return the carry and the mean losses between."""
     partial, begin = folder.path / f"{name}.partial.msgpack", 0
     if folder.get(f"{name}/begun", own) is None:  # refuses to take up another configuration
         folder.put(f"{name}/begun", own, {})
         partial.unlink(missing_ok=True)
+    curve: list[float] = []
     if partial.exists():
-        carry, begin = load(partial, (carry, 0))
+        carry, begin, found = load(partial, (carry, 0, None))
+        curve = found.tolist()
     losses: list[Any] = []
     with _run.progress(name, steps) as advance:
         advance(begin)
         for index in range(begin, steps):
             rng = np.random.default_rng([seed, index])
             carry, loss = step(carry, index, batch(rng))
-            losses = [*losses[-499:], loss]
-            if (index + 1) % CHECKPOINT_EVERY == 0 and index + 1 < steps:
-                save(partial, (carry, index + 1))
+            losses.append(loss)
+            if (index + 1) % CHECKPOINT_EVERY == 0 or index + 1 == steps:
+                curve, losses = [*curve, float(np.mean(jax.device_get(losses)))], []
+                save(partial, (carry, index + 1, np.array(curve)))
             advance(1)
-    mean = float(np.mean([np.mean(loss) for loss in losses]))
-    partial.unlink(missing_ok=True)
-    return carry, mean
+    partial.unlink()
+    return carry, curve
 
 
 def problem(config: Config, base: Any, sets: Sets, seed: int) -> Problem:
@@ -269,9 +271,9 @@ def train_hypernet(
         return multiplier, public[rows], sets.images.public[seen]
 
     carry = initial.params, initial.optimizer
-    (params, _), loss = _train("hypernet", folder, own, steps, carry, step, batch, options["seed"])
+    (params, _), curve = _train("hypernet", folder, own, steps, carry, step, batch, options["seed"])
     save(path, params)
-    folder.put("hypernet", own, {"loss": loss})
+    folder.put("hypernet", own, {"losses": curve})
     return params
 
 

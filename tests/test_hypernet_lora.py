@@ -78,9 +78,9 @@ def test_sampling_with_the_true_noise_gives_the_image():
 def task():
     config = SMOKE.unet
     diffusion = _diffusion.build(config, 100)
-    base = _unet.init(config, jax.random.key(0))
-    noise = lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(1), leaf.shape)  # noqa: E731
-    base = jax.tree.map(noise, base)
+    shapes, rng = jax.eval_shape(lambda: _unet.init(config, jax.random.key(0))), np.random
+    draw = lambda leaf: 0.2 * rng.default_rng(0).standard_normal(leaf.shape).astype("f4")  # noqa: E731
+    base = jax.tree.map(draw, shapes)
     start = lora.init(jax.random.key(2), base, SMOKE.patterns, rank=1)
     public = np.random.default_rng(0).uniform(-1, 1, (20, 16, 16, 1)).astype("f4")
     return _lora_baselines.Problem(diffusion, base, start, public, 20)
