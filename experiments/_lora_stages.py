@@ -210,7 +210,7 @@ def make_hypernet(config: Config, start: Any, noise_multiplier: Any, adjacency: 
     width = config.decoder_width
     decoder: Any = hypernet.LinearDecoder(count, length)
     if not config.linear:
-        layers = {"mlp_width": 4 * width, "layers": config.decoder_layers}
+        layers: dict[str, Any] = {"mlp_width": 4 * width, "layers": config.decoder_layers}
         decoder = hypernet.TransformerDecoder(count, length, width=width, **layers)
     return hypernet.Hypernet(
         hypernet.MLPEncoder(config.encoder),

@@ -35,7 +35,7 @@ from experiments._run import UsageError
 from jdp import hypernet
 
 METHODS = ("dp-deepsets", "noisy mean", "dp-sgd", "logistic")
-RATES = (0.1, 0.3, 1.0, 3.0, 10.0)
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SGD_STEPS = 50
 TRAINED_SIZE = 50  # records of a public task; other sizes differ in their noise only
 QUERIES = 32  # further examples of each public task, in the loss
