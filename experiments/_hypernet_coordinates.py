@@ -6,6 +6,7 @@ it does not are shown, and left out of the fit.
 """
 
 import functools
+import time
 from typing import Any
 
 import jax
@@ -65,6 +66,7 @@ def _program(n: int, d: int):
 
 def measure(keys, n: int, gamma: float, epsilons, d: int = DIMENSION) -> dict[str, Any]:
     """Mean relative errors by rule, epsilon and k."""
+    begin = time.perf_counter()
     plans = [plan_embedding(n, epsilon=e, delta=DELTA) for e in epsilons]
     zs = jnp.array([float(plan.noise_multiplier) for plan in plans])
     found, norms = map(np.asarray, _program(n, d)(keys, jnp.float32(gamma), zs))
@@ -78,6 +80,7 @@ def measure(keys, n: int, gamma: float, epsilons, d: int = DIMENSION) -> dict[st
         "k": grid_of_k(d),
         "errors": {rule: means[i].T.tolist() for i, rule in enumerate(RULES)},
         "mean_square": float(norms.mean()),
+        "seconds": time.perf_counter() - begin,
     }
 
 

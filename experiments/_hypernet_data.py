@@ -26,19 +26,17 @@ def draw_weights(key: jax.Array, d: int, gamma) -> jax.Array:
     return bounds(d, gamma) * jax.random.uniform(key, (d,), minval=-1.0, maxval=1.0)
 
 
-def draw_records(key: jax.Array, n: int, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Records of one data set: x (n, d) and y (n,)."""
-    inputs, labels = jax.random.split(key)
-    x = jax.random.normal(inputs, (n, w.shape[0]))
-    x = x * (math.sqrt(w.shape[0]) / jnp.linalg.norm(x, axis=1, keepdims=True))
-    return x, x @ w + jax.random.normal(labels, (n,))
+def draw_inputs(key: jax.Array, n: int, d: int) -> jax.Array:
+    """Inputs x (n, d), uniform on the sphere of radius sqrt(d)."""
+    x = jax.random.normal(key, (n, d))
+    return x * (math.sqrt(d) / jnp.linalg.norm(x, axis=1, keepdims=True))
 
 
 def draw(key: jax.Array, n: int, d: int, gamma) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One data set: x, y and w."""
-    weights, records = jax.random.split(key)
-    w = draw_weights(weights, d, gamma)
-    return *draw_records(records, n, w), w
+    """One data set: x (n, d), y (n,) and w (d,)."""
+    weights, inputs, labels = jax.random.split(key, 3)
+    w, x = draw_weights(weights, d, gamma), draw_inputs(inputs, n, d)
+    return x, x @ w + jax.random.normal(labels, (n,)), w
 
 
 def relative(errors: np.ndarray, norms: np.ndarray) -> tuple[float, float]:

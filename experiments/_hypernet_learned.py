@@ -1,10 +1,11 @@
 """DP-DeepSets trained on synthetic public regressions; nothing here sees a private one.
 
-A record is (y x, y) and the target of the decoder is w. The loss is that of the records of each
-public set, (y - x.w)^2 on fresh examples, so that no public set's own w is needed.
+A record is y (x, 1) / sqrt(d), and the decoder gives w. The loss is that of other examples of each
+public set, (y - x.w)^2, so that no public set's own w is needed.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 
 from experiments import _run
-from experiments._hypernet_data import DELTA, draw, draw_records, draw_weights
+from experiments._hypernet_data import DELTA, draw, draw_inputs, draw_weights
 from jdp.hypernet import (
     Hypernet,
     LinearDecoder,
@@ -27,20 +28,22 @@ from jdp.hypernet import (
 )
 
 WIDTH = 64  # features of an embedding
-EXAMPLES = 64  # of each public set in the loss
-RECORDS = 8_192  # of all public sets of a step, or 2 sets
+EXAMPLES = 256  # of each public set in the loss
+RECORDS = 16_384  # of all public sets of a step together, more or less
 LEARNING_RATE = 3e-3
 CHUNK = 100  # steps of a scan
+POOL = 16_384  # inputs x that the public sets of a chunk share, with signs of their own
 
 
 def sets_per_step(n: int) -> int:
-    """More sets where they are small: 128 at most, 4 at least."""
-    return max(4, min(128, RECORDS // n))
+    """More sets where they are small: 128 at most, 16 at least."""
+    return max(16, min(128, RECORDS // n))
 
 
 def record(x, y):
     """What the encoder sees."""
-    return jnp.concatenate([y[..., None] * x, y[..., None]], axis=-1)
+    ones = jnp.ones_like(y[..., None])
+    return y[..., None] * jnp.concatenate([x, ones], axis=-1) / math.sqrt(x.shape[-1])
 
 
 def network(n: int, d: int, noise_multiplier) -> Hypernet:
@@ -57,16 +60,23 @@ def network(n: int, d: int, noise_multiplier) -> Hypernet:
     )
 
 
-def tasks(key, sets: int, n: int, d: int, gamma) -> Tasks:
-    """Public sets, drawn afresh."""
+def tasks(key, pool, sets: int, n: int, gamma) -> Tasks:
+    """Public sets: w and labels are drawn afresh, inputs are runs of the pool with other signs."""
+    d = pool.shape[1]
+
+    def labelled(key, w, size):
+        signs, start, noise = jax.random.split(key, 3)
+        start = jax.random.randint(start, (), 0, len(pool) - size + 1)
+        x = jax.lax.dynamic_slice_in_dim(pool, start, size)
+        x = x * jax.random.rademacher(signs, (d,), jnp.float32)
+        return x, x @ w + jax.random.normal(noise, (size,))
 
     def one(key):
         keys = jax.random.split(key, 3)
         w = draw_weights(keys[0], d, gamma)
-        return record(*draw_records(keys[1], n, w)), draw_records(keys[2], EXAMPLES, w)
+        return record(*labelled(keys[1], w, n)), labelled(keys[2], w, EXAMPLES)
 
-    records, examples = jax.vmap(one)(jax.random.split(key, sets))
-    return Tasks(records, examples)
+    return Tasks(*jax.vmap(one)(jax.random.split(key, sets)))
 
 
 def loss(w, examples):
@@ -83,14 +93,19 @@ def _programs(n: int, d: int, steps: int):
     )
 
     def start(key, gamma, z):
-        public = tasks(key, 8, n, d, gamma).records.reshape(-1, d + 1)
+        pool = draw_inputs(jax.random.fold_in(key, 1), max(POOL, n), d)
+        public = tasks(key, pool, 8, n, gamma).records.reshape(-1, d + 1)
         return init_training(network(n, d, z), optimizer, key, public)
 
     def chunk(state, key, gamma, z):
         step = train_step(network(n, d, z), loss, optimizer)
+        pool = draw_inputs(
+            jax.random.fold_in(jax.random.fold_in(key, 1), state.step), max(POOL, n), d
+        )
 
         def body(state, _):
-            public = tasks(jax.random.fold_in(key, state.step), sets_per_step(n), n, d, gamma)
+            own = jax.random.fold_in(jax.random.fold_in(key, 2), state.step)
+            public = tasks(own, pool, sets_per_step(n), n, gamma)
             state, losses = step(state, public)
             return state, jnp.mean(losses)
 

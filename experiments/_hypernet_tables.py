@@ -27,5 +27,5 @@ def markdown(summary: dict[str, Any]) -> str:
 
 def _rows(corner: str | None, lines: list[list[str]]) -> list[str]:
     head, *rest = lines
-    head = [corner or head[0], *head[1:]]
+    head = [text.replace("|", r"\|") for text in (corner or head[0], *head[1:])]
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest)]

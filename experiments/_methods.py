@@ -1,26 +1,38 @@
 """How each method of `experiments.gep` turns data into a model, or a test accuracy."""
 
 import dataclasses
-import functools
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 import jdp
-from experiments import _pate
+from experiments import _pate, _resume, _training
 from experiments._run import Keys
+from experiments._training import Run, pad_rows
 from experiments.datasets import Dataset
-from experiments.models import Model, stage_groups
+from experiments.models import Model
 
 METHODS = ("non-private", "dp-sgd", "b-gep", "gep", "public-only", "class-means")
-OPTIONAL = ("pate",)  # run where asked for
+OPTIONAL = (  # run where asked for
+    "sparsified",
+    "dp-adam",
+    "dp-adam-bc",
+    "projected-dp-sgd",
+    "adadps",
+    "pda-dpmd",
+    "pate",
+)
 PLANNED = ("dp-sgd", "b-gep", "gep")  # these take many steps under one privacy budget
+PLANNED += ("sparsified", "dp-adam", "dp-adam-bc", "projected-dp-sgd", "adadps", "pda-dpmd")
+IN_SUBSPACE = ("b-gep", "gep", "projected-dp-sgd")
+WITH_LABELS = ("public-only", "adadps", "pda-dpmd")  # read the labels of public images
+WITHOUT_PUBLIC = ("non-private", "dp-sgd", "sparsified", "dp-adam", "dp-adam-bc")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +56,11 @@ class Setting:
     whitening: float = 0.0
     noise_split: Literal["equal", "optimal"] = "equal"
     joint_clip: bool = False
+    subspace: Literal["random-labels", "true-labels", "gaussian"] = "random-labels"
+    drop_rate: float = 0.9
+    floor: float = 1e-3
+    mixing: float | None = None
+    augmentations: int = 0
     components: int = 60
 
     def learning_rates(self) -> optax.Schedule:
@@ -119,7 +136,22 @@ def budget(method: str, setting: Setting, size: int, epsilon: float, delta: floa
     return Budget(plan, plan.epsilon, float(plan.noise_multiplier), "")
 
 
-Run = Callable[[Keys, Callable[[int], None]], dict[str, Any]]
+def public_data(method: str, setting: Setting, anchors: str, labelled: int) -> str:
+    """Which public data a method reads, in words.
+
+    Args:
+      method: any of them.
+      setting: its hyper-parameters.
+      anchors: how many anchors, and which, as "500 in-distribution".
+      labelled: how many public images have labels.
+    """
+    if method in WITHOUT_PUBLIC:
+        return "none"
+    if method in WITH_LABELS:
+        return f"{labelled} in-distribution, with labels"
+    if method in IN_SUBSPACE and setting.subspace != "random-labels":
+        return "none" if setting.subspace == "gaussian" else f"{anchors}, with labels"
+    return f"{anchors}, no labels"
 
 
 def make_run(
@@ -145,149 +177,19 @@ def make_run(
       devices: how many to share the private data and every batch out to.
 
     Returns:
-      `run(keys, advance) -> result`: the test accuracy after the last step (of the moving average
-      of the parameters, where the setting has one), the curve, and the time. `advance(steps)`
-      is called as it goes.
+      `run(keys, advance, resume=None) -> result`: the test accuracy after the last step (of the
+      moving average of the parameters, where the setting has one), the curve, and the time.
+      `advance(steps)` is called as it goes; with `resume` (see `experiments._resume`) the run is
+      saved, and taken up.
     """
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((devices,), ("batch",), auto, devices=jax.devices()[:devices])
-    shared, everywhere = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["batch"], []))
     if method == "class-means":
+        shared = _training.batch_sharding(devices)[0]
         return _class_means(setting, data, anchors, spend.noise_multiplier, shared)
     plan = spend.plan
     if method == "pate":
         return _pate.make_run(setting, model, data, anchors, plan)
-    images, labels = data.train_images, data.train_labels
-    if method == "public-only":
-        images, labels = data.public_images, data.public_labels
-    examples = jax.device_put((_pad(images, devices), _pad(labels, devices)), shared)
-    size = len(labels)
-    public = jnp.asarray(anchors)
-
-    def transformation(params, key):
-        after = (
-            optax.add_decayed_weights(setting.weight_decay),
-            optax.sgd(setting.learning_rates(), setting.momentum),
-        )
-        if method not in PLANNED:
-            return optax.chain(*after)
-        return optax.chain(_private(method, setting, model, params, public, plan, key), *after)
-
-    def private_gradient(params, batch, mask) -> tuple[Any, dict[str, Any]]:
-        if method != "dp-sgd":
-            return batch, {"mask": mask}  # the loss is with gep
-        gradient = jdp.clipped_grad(model.loss, jdp.clip_by_norm(setting.clip_norm))
-        return gradient(params, batch, mask=mask), {}
-
-    def take(examples, rows):
-        batch = jax.tree.map(lambda leaf: leaf[rows], examples)
-        return batch if len(rows) % devices else jax.lax.with_sharding_constraint(batch, shared)
-
-    def step(index, carry, keys: Keys, examples):
-        params, state, mean = carry
-        if method in PLANNED:
-            rows, mask = (_pad(part, devices) for part in plan.batch(keys.sampling, index))
-            gradient, extra = private_gradient(params, take(examples, rows), mask)
-        else:
-            key = jax.random.fold_in(keys.sampling, index)
-            batch = take(examples, jax.random.randint(key, (setting.batch_size,), 0, size))
-            losses = jax.vmap(model.loss, in_axes=(None, 0))
-            gradient, extra = jax.grad(lambda p: losses(p, batch).mean())(params), {}
-        updates, state = transformation(params, keys.noise).update(gradient, state, params, **extra)
-        params = optax.apply_updates(params, updates)
-        return params, state, optax.incremental_update(params, mean, 1 - setting.average)
-
-    jit = functools.partial(jax.jit, out_shardings=everywhere)
-
-    @jit
-    def begin(keys: Keys):
-        params = model.init(keys.init)
-        return params, transformation(params, keys.noise).init(params), params
-
-    @functools.partial(jit, donate_argnums=2)
-    def advance_to(start, stop, carry, keys: Keys, examples):
-        return jax.lax.fori_loop(
-            start, stop, lambda index, carry: step(index, carry, keys, examples), carry
-        )
-
-    accuracy = _accuracy(model, data)
-
-    programs: list[tuple[Any, float]] = []  # one, for all runs, and the seconds it took to compile
-
-    def run(keys: Keys, advance: Callable[[int], None]) -> dict[str, Any]:
-        started = time.monotonic()
-        carry, curve, seconds = begin(keys), [], []
-        if not programs:
-            before = time.monotonic()
-            program = advance_to.lower(0, 0, carry, keys, examples).compile()
-            programs.append((program, time.monotonic() - before))
-        program, compile_seconds = programs[0]
-        for start in range(0, setting.steps, eval_every):
-            stop = min(start + eval_every, setting.steps)
-            before = time.monotonic()
-            carry = jax.block_until_ready(program(start, stop, carry, keys, examples))
-            seconds.append((time.monotonic() - before) / (stop - start))
-            curve.append([stop, accuracy(carry[-1])])
-            advance(stop - start)
-        return {
-            "test_accuracy": curve[-1][1],
-            "curve": curve,
-            "seconds": time.monotonic() - started,
-            "seconds_per_step": float(np.median(seconds)),
-            "compile_seconds": compile_seconds,
-        }
-
-    return run
-
-
-def _pad(leaf, devices: int) -> jax.Array:
-    """Zeros (False) after the last row, so that every device gets as many rows as any other."""
-    return jnp.pad(leaf, [(0, -len(leaf) % devices), *[(0, 0)] * (leaf.ndim - 1)])
-
-
-def _private(method, setting, model, params, public, plan, key):
-    """The transformation that makes the private gradient, first in its chain."""
-    budget = {"batch_size": plan.batch_size, "key": key}
-    if method == "dp-sgd":
-        return jdp.privatize(plan.noise_multiplier, **budget)
-    paper_groups = setting.groups == 5 and "stage1_0" in params
-    options = {
-        "rank": setting.rank,
-        "noise_multiplier": plan.noise_multiplier,
-        "loss": model.loss,
-        "public_gradients": jdp.random_label_gradients(model.loss, public, num_classes=10),
-        "groups": stage_groups(params)
-        if paper_groups
-        else jdp.group_leaves(params, setting.groups),
-        "refresh_every": setting.refresh_every,
-        "power_iterations": setting.power_iterations,
-        "warm_start": setting.warm_start,
-        "whitening": setting.whitening,
-        **budget,
-    }
-    if method == "b-gep":
-        return jdp.biased_gep(clip_norm=setting.clip_norms[0], **options)
-    return jdp.gep(
-        clip_norms=setting.clip_norms,
-        noise_split=setting.noise_split,
-        joint_clip=setting.joint_clip,
-        **options,
-    )
-
-
-def _accuracy(model: Model, data: Dataset, rows: int = 1_000) -> Callable[[Any], float]:
-    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
-
-    @jax.jit
-    def correct(params, images, labels):
-        return jnp.sum(model.logits(params, images).argmax(-1) == labels)
-
-    def accuracy(params):
-        starts = range(0, len(labels), rows)
-        parts = [correct(params, images[i : i + rows], labels[i : i + rows]) for i in starts]
-        return sum(map(int, parts)) / len(labels)
-
-    return accuracy
+    trainer = _training.make_trainer(method, setting, model, data, anchors, plan, devices)
+    return _training.make_run(trainer, setting.steps, eval_every)
 
 
 def _class_means(
@@ -312,7 +214,7 @@ def _class_means(
     size = float(np.median(np.linalg.norm(features(anchors), axis=1)))
     weight = size / 2
 
-    def run(keys: Keys, advance: Callable[[int], None]) -> dict[str, Any]:
+    def release(keys: Keys, advance: Callable[[int], None]) -> dict[str, Any]:
         started = time.monotonic()
         own = np.eye(data.num_classes, dtype=np.float32)[data.train_labels]
         contributions = {
@@ -321,7 +223,7 @@ def _class_means(
         }
         real = np.ones(len(own), bool)
         devices = shared.mesh.size
-        rows = jax.tree.map(lambda leaf: _pad(leaf, devices), (contributions, real))
+        rows = jax.tree.map(lambda leaf: pad_rows(leaf, devices), (contributions, real))
         clipper = jdp.clip_by_norm(float(np.hypot(size, weight)))
         total = clipper(*jax.device_put(rows, shared))
         release = jdp.add_noise(keys.noise, total, noise_multiplier)
@@ -332,5 +234,9 @@ def _class_means(
         advance(1)
         seconds = time.monotonic() - started
         return {"test_accuracy": accuracy, "curve": [[1, accuracy]], "seconds": seconds}
+
+    def run(keys: Keys, advance: Callable[[int], None], resume=None) -> dict[str, Any]:
+        program = inspect.getsource(_class_means)
+        return _resume.once(lambda keys: release(keys, advance), keys, resume, program)
 
     return run

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import jdp
+from experiments import _resume
 from experiments._run import Keys
 from experiments.datasets import Dataset
 from experiments.models import Model
@@ -61,7 +62,7 @@ def make_run(setting: Any, model: Model, data: Dataset, public: np.ndarray, plan
       plan: of `jdp.pate.plan_votes`.
 
     Returns:
-      `run(keys, advance) -> result`, as of `make_run` in `experiments._methods`.
+      `run(keys, advance, resume=None) -> result`, as of `make_run` in `experiments._methods`.
     """
     fit = make_fit(setting, model)
     asked = jnp.asarray(public[: plan.queries])
@@ -98,7 +99,7 @@ def make_run(setting: Any, model: Model, data: Dataset, public: np.ndarray, plan
         ]
         return sum(map(int, parts)) / len(data.test_labels)
 
-    def run(keys: Keys, advance: Callable[[int], None]) -> dict[str, Any]:
+    def release(keys: Keys, advance: Callable[[int], None]) -> dict[str, Any]:
         started = time.monotonic()
         votes = []
         for start in range(0, plan.teachers, together):
@@ -115,5 +116,14 @@ def make_run(setting: Any, model: Model, data: Dataset, public: np.ndarray, plan
             "answered": int(found.answered.sum()),
             "seconds": time.monotonic() - started,
         }
+
+    def run(keys: Keys, advance: Callable[[int], None], resume=None) -> dict[str, Any]:
+        program = ""
+        if resume:
+            numbers = np.zeros(together, np.int64)
+            votes = jax.ShapeDtypeStruct((plan.teachers, len(asked)), jnp.int32)
+            parts = jax.make_jaxpr(ask)(keys.sampling, numbers, examples, asked)
+            program = f"{parts} {jax.make_jaxpr(vote)(keys.noise, votes)}"
+        return _resume.once(lambda keys: release(keys, advance), keys, resume, program)
 
     return run

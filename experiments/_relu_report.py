@@ -3,8 +3,12 @@
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from experiments import _run
 from experiments._relu_data import NOISE
+
+MANY = 20_000  # records, above which half as many data sets are enough to tune on
 
 
 def report(summary: dict[str, Any]) -> str:
@@ -46,7 +50,9 @@ def by_cell(rows: list[dict[str, Any]]) -> dict[Any, dict[str, dict[float | None
 def _risk(summary) -> list[str]:
     lines = [
         f"Excess risk: mean (standard error) over {summary['seeds']} data sets. Tuned for every",
-        f"number: 16 settings a method, on {summary['tuning_draws']} other data sets.",
+        f"number: 30 settings a method, on {summary['tuning_draws']} other data sets (half as many",
+        f"above {MANY:,} records). Methods share data and noise. Seconds of one processor:",
+        ", ".join(f"{m} {s:.0f}" for m, s in summary["seconds_of_processor"].items()),
     ]
     for (design, d, n), methods in by_cell(summary["risk"]).items():
         epsilons = sorted({e for row in methods.values() for e in row if e is not None})
@@ -61,9 +67,10 @@ def _risk(summary) -> list[str]:
 
 def _slopes(summary) -> list[str]:
     return [
-        f"{s['design']}, d = {s['d']}, {s['method']}, epsilon {s['epsilon']:g}: {s['slope']:+.2f} "
-        f"where {s['regime']} dominate{'s' if s['regime'] == 'privacy' else ''} "
-        f"(N = {', '.join(f'{n:,}' for n in s['sizes'])})"
+        f"{s['design']}, d = {s['d']}, {s['method']}, epsilon {s['epsilon']:g}: where "
+        f"{s['regime']} dominate{'s' if s['regime'] == 'privacy' else ''}, risk = "
+        f"{np.exp(s['intercept']):.2g} N^{s['slope']:.2f} (standard error {s['standard_error']:.2f}"
+        f"; N = {', '.join(f'{n:,}' for n in s['sizes'])})"
         for s in summary["slopes"]
     ]
 
@@ -93,26 +100,29 @@ def _tables(summary) -> list[str]:
     return lines
 
 
-def draw_picture(folder: pathlib.Path):
-    """Draw `risk.png` from the `summary.json` of a run folder: risk against N and epsilon."""
+def draw_pictures(folder: pathlib.Path):
+    """Draw risk against N and epsilon, from the `summary.json` of a run folder: `risk-d10.png`."""
+    cells = by_cell(_run.read_json(folder / "summary.json")["risk"])
+    for d in dict.fromkeys(d for _, d, _ in cells):
+        _draw({key: row for key, row in cells.items() if key[1] == d}, folder / f"risk-d{d}.png")
+
+
+def _draw(cells: dict[Any, Any], path: pathlib.Path):
     from matplotlib.figure import Figure
 
-    summary = _run.read_json(folder / "summary.json")
-    cells = by_cell(summary["risk"])
     groups = list(dict.fromkeys((design, d) for design, d, _ in cells))
-    epsilons = sorted({r["epsilon"] for r in summary["risk"] if r["epsilon"] is not None})
+    methods = list(dict.fromkeys(m for own in cells.values() for m in own))
+    epsilons = sorted(
+        {e for own in cells.values() for row in own.values() for e in row if e is not None}
+    )
     shown = [epsilons[0], epsilons[-1]] if len(epsilons) > 1 else epsilons
     columns = len(shown) + 1
-    figure = Figure(figsize=(4.2 * columns, 3.2 * len(groups)), layout="constrained")
+    figure = Figure(figsize=(3.6 * columns, 2.7 * len(groups)), layout="constrained")
     grid = figure.subplots(len(groups), columns, squeeze=False, sharey="row")
-    colours = {
-        m: f"C{i % 10}" for i, m in enumerate(dict.fromkeys(r["method"] for r in summary["risk"]))
-    }
-    dashed = list(colours)[10:]
     for (design, d), line in zip(groups, grid, strict=True):
         sizes = sorted(n for g, e, n in cells if (g, e) == (design, d))
         for axes, epsilon in zip(line, [*shown, None], strict=True):
-            for method, colour in colours.items():
+            for i, method in enumerate(methods):
                 points = []
                 for n in sizes if epsilon is not None else sizes[-1:]:
                     row = cells[design, d, n].get(method, {})
@@ -123,10 +133,8 @@ def draw_picture(folder: pathlib.Path):
                             points.append((at, found["mean"], found["standard_error"]))
                 if points:
                     x, y, error = zip(*points, strict=True)
-                    style = "--" if method in dashed else "-"
-                    axes.errorbar(
-                        x, y, error, color=colour, label=method, marker=".", linestyle=style
-                    )
+                    style = {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--"}
+                    axes.errorbar(x, y, error, label=method, marker=".", linewidth=1, **style)
             if epsilon is not None:
                 bound = [NOISE**2 * d**2 / (n * epsilon) ** 2 for n in sizes]
                 axes.plot(sizes, bound, "k:", label="0.01 d^2 / (N epsilon)^2")
@@ -135,6 +143,7 @@ def draw_picture(folder: pathlib.Path):
                 axes.plot(epsilons, bound, "k:")
             axes.set_xscale("log")
             axes.set_yscale("log")
+            axes.set_ylim(bottom=1e-7, top=1)
             axes.set_xlabel("N" if epsilon is not None else "epsilon")
             where = f"epsilon {epsilon:g}" if epsilon is not None else f"N = {sizes[-1]:,}"
             axes.set_title(f"{design}, d = {d}, {where}", fontsize="medium")
@@ -142,4 +151,4 @@ def draw_picture(folder: pathlib.Path):
         line[0].set_ylabel("excess risk")
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize="small")
-    figure.savefig(folder / "risk.png", dpi=110)
+    figure.savefig(path, dpi=80)

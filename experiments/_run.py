@@ -208,7 +208,7 @@ def command_line(args_type: type, main: Callable[[Any], dict[str, Any]]):
     """Parse the arguments, run, and print the result as one JSON object on the last line."""
     import tyro
 
-    description = sys.modules[args_type.__module__].__doc__
+    description = sys.modules[main.__module__].__doc__
     args = tyro.cli(args_type, description=description)
     try:
         result = main(args)

@@ -251,6 +251,8 @@ def _prepared(name, folder):
 
 def _decode(builder, split: str, limit: int | None) -> Part:
     """Decode one split, or read the decoded arrays from the cache."""
+    if limit is not None and limit >= builder.info.splits[split].num_examples:
+        limit = None
     identity = f"{builder.data_path}:{split}:{limit}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     home = os.environ.get("JDP_CACHE", pathlib.Path.home() / ".cache" / "jdp")

@@ -10,51 +10,76 @@ Six methods side by side on real images:
   public-only   SGD on the public images WITH their labels, no private data: the floor
   class-means   one noisy release of the class means; no training at all
 
-and, only where it is asked for (it trains hundreds of networks; see `python -m experiments.pate`):
+and, where --methods asks for them:
 
-  pate          teachers on disjoint private images label the public ones (Papernot et al. 2018)
+  sparsified        dp-sgd on a random part of the coordinates (Zhu and Blaschko 2023)
+  dp-adam           Adam in place of momentum, as it is
+  dp-adam-bc        and without the noise's part in its second moment (Tang et al. 2024)
+  projected-dp-sgd  dp-sgd, projected onto GEP's subspace after the noise (Zhou et al. 2021)
+  adadps            gradients scaled by public ones before the clip (Li et al. 2022)
+  pda-dpmd          dp-sgd mixed with the public gradient after the noise (Amid et al. 2022)
+  pate              teachers on disjoint private images label public ones (Papernot et al. 2018);
+                    it trains hundreds of networks: see `python -m experiments.pate`
 
-GEP uses the public images without their labels. The default data, 5,000 MNIST digits, come inside
-a Python package, so `python -m experiments.gep` needs no download. Results go to a folder
-(summary.json, report.txt, curves.png); a run that was interrupted is taken up where it stopped.
-The last line on standard output is the summary as one JSON object.
+The table says for every method which public data it used: of adadps, pda-dpmd and public-only the
+labels too. Any method can have what made dp-sgd strong since (De et al. 2022): --augmentations,
+--batch-size, --average. The default data, 5,000 MNIST digits, come inside a Python package, so
+`python -m experiments.gep` needs no download. Results go to a folder (summary.json, report.txt,
+curves.png, and ledger.jsonl, which records what was released); a run that was killed is taken up
+where it stopped, and ends as if it had not been. If anything changed meanwhile it is refused,
+unless --resume-as-new pays for the repeated steps again. While a run is unfinished the folder holds
+its secret keys (checkpoints/, readable by its owner alone). The last line on standard output is the
+summary as one JSON object.
 
   python -m experiments.gep                                     all six methods, 5 seeds, epsilon 1
   python -m experiments.gep --epsilon 0.5 --methods dp-sgd gep  two of them, under another budget
+  python -m experiments.gep --methods dp-sgd gep --augmentations 8 --average 0.9
   python -m experiments.gep --smoke                             a few steps, to see it work
 """
 
 import dataclasses
 import pathlib
-from typing import Any, Literal
+import zlib
+from typing import Any
 
-import jax
 import numpy as np
 
-from experiments import _run, datasets, models
+from experiments import _resume, _run, datasets, models
+from experiments._gep_args import Args, check
 from experiments._methods import (
+    IN_SUBSPACE,
     METHODS,
-    OPTIONAL,
     PLANNED,
+    WITH_LABELS,
     Budget,
     PateSetting,
     Setting,
     budget,
     make_run,
+    public_data,
 )
 from experiments._run import UsageError
+from jdp import checkpoints
 
 # mnist-5k: what `python -m experiments.search_gep` found for gep and dp-sgd on validation parts of
 # the private set (the trials are in experiments/results); b-gep has gep's setting.
 TUNED_GEP: dict[str, Any] = {"steps": 100, "learning_rate": 0.042, "clip_norms": (2.6, 1.2)}
-TUNED_GEP |= {"average": 0.9, "refresh_every": 10, "warm_start": True, "whitening": 0.5}
+MOVING: dict[str, Any] = {"refresh_every": 10, "warm_start": True}
+TUNED_GEP |= MOVING | {"average": 0.9, "whitening": 0.5}
+TUNED_DP_SGD: dict[str, Any] = {"steps": 100, "learning_rate": 0.1, "clip_norm": 1.0}
 DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
     "mnist-5k": {
         "non-private": {"steps": 300, "batch_size": 128, "learning_rate": 0.05},
-        "dp-sgd": {"steps": 100, "learning_rate": 0.1, "clip_norm": 1.0},
+        "dp-sgd": TUNED_DP_SGD,
         "b-gep": TUNED_GEP,
         "gep": TUNED_GEP,
         "public-only": {"steps": 300, "batch_size": 64, "learning_rate": 0.05},
+        "sparsified": TUNED_DP_SGD,
+        "dp-adam": TUNED_DP_SGD | {"learning_rate": 0.005},
+        "dp-adam-bc": TUNED_DP_SGD | {"learning_rate": 0.005, "floor": 0.005},
+        "projected-dp-sgd": TUNED_DP_SGD | MOVING,
+        "adadps": TUNED_DP_SGD,
+        "pda-dpmd": TUNED_DP_SGD,
         "pate": {"steps": 100, "batch_size": 32, "queries": 50},  # for epsilon 1
     },
     "digits": {
@@ -68,94 +93,6 @@ PAPER: dict[str, Any] = {"batch_size": 1_000, "weight_decay": 1e-4, "schedule": 
 PAPER |= {"refresh_every": 10, "clip_norm": 10.0, "clip_norms": (10.0, 2.0)}
 PAPER_EPOCHS = 50
 MODELS = {"mnist-5k": "mnist_cnn", "mnist": "mnist_cnn", "digits": "mlp"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Args:
-    """Options; a hyper-parameter that is not given has its tuned or published default."""
-
-    dataset: Literal["mnist-5k", "digits", "mnist", "cifar10", "svhn_cropped"] = "mnist-5k"
-    """Data set; the last three are read from --data-dir, or downloaded by tensorflow-datasets."""
-    methods: tuple[str, ...] = ()
-    """Which methods to run; all by default, but for public-only where --num-public is 0."""
-    model: Literal["mnist_cnn", "resnet20", "mlp"] | None = None
-    """Network; by default mnist_cnn on 28x28 images, resnet20 on 32x32, mlp on 8x8."""
-    activation: Literal["tanh", "relu"] = "tanh"
-    """Activation of mnist_cnn and mlp."""
-    epsilon: float = 1.0
-    """Privacy budget of each private method."""
-    delta: float = 1e-5
-    """Probability with which the privacy bound may fail; keep it below 1 / private images."""
-    seeds: int = 5
-    """Number of runs of each method; the summary has mean and standard deviation."""
-    seed: int | None = None
-    """Make the run reproducible; it is then NOT private against whoever knows the seed."""
-    anchors: str = "in-distribution"
-    """Public images for GEP: in-distribution, tiny-imagenet, imagenet, digits, or PATH.npy."""
-    num_anchors: int | None = None
-    """How many public images to use; all by default."""
-    num_public: int | None = None
-    """How many training images become public (and leave the private part)."""
-    max_examples: int | None = None
-    """Use only so many private and so many test images."""
-    data_dir: pathlib.Path | None = None
-    """Folder of prepared data sets, as tensorflow-datasets lays them out."""
-    validation: int = 0
-    """Evaluate on this many of the private records, held out, instead of the test set."""
-    out: pathlib.Path | None = None
-    """Run folder; by default runs/gep/<data set>-eps<epsilon>."""
-    eval_every: int | None = None
-    """Steps between two evaluations; by default a twentieth of the run."""
-    devices: int = 1
-    """How many devices share the private data and every batch."""
-    smoke: bool = False
-    """Only check that everything works: 1 seed, 4 steps, 200 examples, rank 8."""
-    epochs: float | None = None
-    """Passes over the private data, instead of --steps."""
-    steps: int | None = None
-    """Training steps."""
-    batch_size: int | None = None
-    """Expected batch size (each record is drawn independently for each batch)."""
-    learning_rate: tuple[float, ...] | None = None
-    """Learning rate: one for all methods, or one for each of --methods in their order."""
-    schedule: Literal["constant", "step", "cosine"] | None = None
-    """Learning rate over time; step divides it by ten half-way, as in the paper."""
-    momentum: float | None = None
-    """Momentum, applied after the noise."""
-    weight_decay: float | None = None
-    """Weight decay, applied after the noise."""
-    average: float | None = None
-    """Evaluate the exponential moving average of the parameters, with this decay."""
-    clip_norm: float | None = None
-    """Clip norm of dp-sgd."""
-    clip_norms: tuple[float, float] | None = None
-    """Clip norms S1 S2 of gep: in the subspace, and outside it; b-gep uses S1."""
-    rank: int | None = None
-    """Dimension of the subspace, shared out over the parameter groups."""
-    groups: int | None = None
-    """Number of parameter groups, each with a subspace of its own."""
-    power_iterations: int | None = None
-    """Power iterations for each subspace."""
-    refresh_every: int | None = None
-    """Steps for which a subspace is kept."""
-    warm_start: bool | None = None
-    """Start the power iteration from the last subspace."""
-    whitening: float | None = None
-    """How far to even out the coordinates in the subspace: 0 (not at all) to 1."""
-    noise_split: Literal["equal", "optimal"] | None = None
-    """Share of the budget between the two parts of gep; equal as in the paper."""
-    joint_clip: bool | None = None
-    """Clip the two parts of gep together, which halves the variance of the noise."""
-    components: int | None = None
-    """Principal components for class-means."""
-    teachers: int | None = None
-    """Teachers of pate; the private images are shared out to them."""
-    queries: int | None = None
-    """Public images that pate's teachers are asked about."""
-    threshold: float | None = None
-    """Votes that an image needs for its label in pate; by default every query gets one."""
-    answers: int | None = None
-    """With --threshold: how many queries are answered at most."""
 
 
 def main(args: Args) -> dict[str, Any]:
@@ -197,33 +134,53 @@ def main(args: Args) -> dict[str, Any]:
         for method, own in chosen.items()
     }
     rows = {}
-    for method in args.methods:
-        own = chosen[method]
-        run, runs = None, []
-        for repeat in range(args.seeds):
-            result = folder.get(*pieces[method, repeat])
-            if result is None:
-                every = args.eval_every or max(1, own.steps // 20)
-                rest = budgets[method], every, args.devices
-                run = run or make_run(method, own, model, data, anchors, *rest)
-                total = {"class-means": 1, "pate": getattr(own, "teachers", 0)}
-                total = total.get(method, own.steps)
-                with _run.progress(f"{method} {repeat + 1}/{args.seeds}", total) as advance:
-                    result = run(_run.keys(args.seed, repeat), advance)
-                result = folder.put(*pieces[method, repeat], result)
-            runs.append(result)
-        accuracies = [result["test_accuracy"] for result in runs]
-        rows[method] = {
-            "test_accuracy_mean": float(np.mean(accuracies)),
-            "test_accuracy_std": float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0,
-            "epsilon_spent": budgets[method].epsilon_spent,
-            "noise_multiplier": budgets[method].noise_multiplier,
-            "seconds": sum(result["seconds"] for result in runs),
-            "compile_seconds": runs[0].get("compile_seconds"),
-            "setting": dataclasses.asdict(own),
-            "privacy": statement(args, method, own, budgets[method]),
-            "runs": runs,
-        }
+    public_images = {"anchors_check": zlib.crc32(anchors.tobytes()), "devices": args.devices}
+    with _resume.open_ledger(folder) as ledger:
+        for method in args.methods:
+            own, spend = chosen[method], budgets[method]
+            every = args.eval_every or max(1, own.steps // 20)
+            run, runs, names = None, [], []
+            rest = own.steps, args.delta, spend.noise_multiplier
+            plan = _resume.accounted(method, spend.plan, size, *rest)
+            for repeat in range(args.seeds):
+                piece, config = pieces[method, repeat]
+                name = piece.replace("/", "-")
+                result = folder.get(piece, config)
+                if result is None:
+                    given = spend, every, args.devices
+                    run = run or make_run(method, own, model, data, anchors, *given)
+                    resume = _resume.resumable(
+                        ledger,
+                        plan,
+                        config | public_images,
+                        own.steps,
+                        name=name,
+                        save_every=args.save_every,
+                        as_new=args.resume_as_new,
+                    )
+                    total = {"class-means": 1, "pate": getattr(own, "teachers", 0)}
+                    total = total.get(method, own.steps)
+                    with _run.progress(f"{method} {repeat + 1}/{args.seeds}", total) as advance:
+                        result = run(_run.keys(args.seed, repeat), advance, resume)
+                    result = folder.put(piece, config, result)
+                checkpoints.discard(folder.path, name)  # and the keys
+                runs.append(result)
+                names.append(name)
+            accuracies = [result["test_accuracy"] for result in runs]
+            public = public_data(method, own, shared["anchors"], len(data.public_labels))
+            cost = _resume.spent(ledger, names, spend.epsilon_spent)
+            rows[method] = {
+                "test_accuracy_mean": float(np.mean(accuracies)),
+                "test_accuracy_std": float(np.std(accuracies, ddof=1)) if len(runs) > 1 else 0.0,
+                "epsilon_spent": cost.epsilon,
+                "noise_multiplier": spend.noise_multiplier,
+                "seconds": sum(result["seconds"] for result in runs),
+                "compile_seconds": runs[0].get("compile_seconds"),
+                "setting": dataclasses.asdict(own),
+                "public_data": public,
+                "privacy": statement(args, method, own, spend, public) + cost.line,
+                "runs": runs,
+            }
     summary = {
         "dataset": args.dataset,
         "epsilon": args.epsilon,
@@ -242,51 +199,6 @@ def main(args: Args) -> dict[str, Any]:
     return {key: summary[key] for key in ("dataset", "epsilon", "delta")} | {"methods": brief}
 
 
-def check(args: Args):
-    """Refuse what can be refused before data is touched."""
-    unknown = [method for method in args.methods if method not in METHODS + OPTIONAL]
-    if unknown or len(set(args.methods)) < len(args.methods):
-        got = " ".join(unknown or args.methods)
-        raise UsageError(
-            f"--methods must be different ones of {' '.join(METHODS + OPTIONAL)}, but got {got}"
-        )
-    if not 0 < args.delta < 1:
-        raise UsageError(f"--delta must lie between 0 and 1, but got {args.delta}")
-    available = jax.device_count()
-    if not 1 <= args.devices <= available:
-        remedy = "on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N virtual ones"
-        raise UsageError(f"--devices must be 1 to {available}, but got {args.devices}; {remedy}")
-    if args.learning_rate and len(args.learning_rate) not in (1, len(args.methods)):
-        raise UsageError("--learning-rate takes one value, or one for each of --methods")
-    if args.steps is not None and args.epochs is not None:
-        raise UsageError("give --steps or --epochs, not both")
-    positive = ("epsilon", "seeds", "epochs", "steps", "batch_size", "clip_norm", "clip_norms")
-    positive += ("learning_rate", "rank", "groups", "power_iterations", "refresh_every")
-    positive += ("teachers", "queries", "threshold", "answers")
-    for key in (*positive, "components", "eval_every", "num_anchors", "max_examples"):
-        value = getattr(args, key)
-        values = value if isinstance(value, tuple) else (value,)
-        if not all(v is None or (v > 0 and np.isfinite(v)) for v in values):
-            raise UsageError(f"--{key.replace('_', '-')} must be above 0, but got {value}")
-    limits = {
-        "momentum": 1,
-        "weight_decay": 1,
-        "average": 1,
-        "validation": np.inf,
-        "num_public": np.inf,
-    }
-    for key, limit in (limits | {"seed": 2**32}).items():
-        value = getattr(args, key)
-        if value is not None and not 0 <= value < limit:
-            bounds = "at least 0" if np.isinf(limit) else f"at least 0 and below {limit}"
-            raise UsageError(f"--{key.replace('_', '-')} must be {bounds}, but got {value}")
-    if args.whitening is not None and not 0 <= args.whitening <= 1:
-        raise UsageError(f"--whitening must be from 0 to 1, but got {args.whitening}")
-    for norm in (args.clip_norm, *(args.clip_norms or ())):
-        if norm is not None and not 1e-12 <= norm <= 1e12:
-            raise UsageError(f"clip norms must be from 1e-12 to 1e12, but got {norm}")
-
-
 def check_settings(
     args: Args, settings: dict[str, Setting], model: str, data: datasets.Dataset, anchors: int
 ):
@@ -295,16 +207,20 @@ def check_settings(
     for method, own in settings.items():
         if method in PLANNED and own.batch_size > size:
             raise UsageError(f"--batch-size {own.batch_size} exceeds the {size:,} private images")
-        if method in ("gep", "b-gep") and own.groups > layers:
+        if method in IN_SUBSPACE and own.groups > layers:
             raise UsageError(f"--groups {own.groups} exceeds the {layers} layers of {model}")
-        if method in ("gep", "b-gep") and own.rank > anchors * own.groups:
+        spanned = method in IN_SUBSPACE and own.subspace != "gaussian"
+        if spanned and own.rank > anchors * own.groups:
             raise UsageError(f"--rank {own.rank} exceeds what {anchors} anchors span")
+        if own.subspace == "true-labels" and args.anchors != "in-distribution":
+            raise UsageError("--subspace true-labels needs --anchors in-distribution")
         if isinstance(own, PateSetting) and own.queries > anchors:
             raise UsageError(f"--queries {own.queries} exceeds the {anchors} public images")
         if method == "class-means" and anchors < 2:
             raise UsageError(f"class-means needs 2 public images or more, but got {anchors}")
-    if "public-only" in settings and not len(data.public_labels):
-        raise UsageError("public-only needs --num-public above 0; leave it out of --methods")
+    for method in settings:
+        if method in WITH_LABELS and not len(data.public_labels):
+            raise UsageError(f"{method} needs --num-public above 0; leave it out of --methods")
     if args.delta >= 1 / size:
         raise UsageError(f"--delta must be below 1 / {size:,} private images, but got {args.delta}")
 
@@ -335,20 +251,19 @@ def setting(args: Args, method: str, size: int, model: str) -> Setting:
     return own
 
 
-def statement(args: Args, method: str, own: Setting, spent: Budget) -> str:
+def statement(args: Args, method: str, own: Setting, spent: Budget, public: str) -> str:
     """The privacy statement of one run of a method."""
     if spent.plan is None:
         return spent.statement
     norms = {"dp-sgd": own.clip_norm, "gep": own.clip_norms, "b-gep": own.clip_norms[0]}
     norms |= {"pate": "none: a teacher has one vote on each query"}
-    images = f"{args.anchors} images without labels"
     return spent.plan.report(
         mechanism=method,
-        clip_norms=norms[method],
+        clip_norms=norms.get(method, own.clip_norm),
         sampler_used="yes, inside the jitted step",
         steps_taken=own.steps,
         key_source=_run.key_statement(args.seed),
-        public_data="none" if method == "dp-sgd" else images,
+        public_data=public,
         hyperparameter_search=search_statement(args, method, own),
     )
 
@@ -370,7 +285,8 @@ def report(args: Args, summary: dict[str, Any]) -> str:
         f"model {summary['shared']['model']}, anchors {summary['shared']['anchors']}",
         f"{_run.key_statement(args.seed)}",
         "",
-        f"{'method':<14}{part + ' accuracy':<22}{'epsilon':<10}{'noise':<10}{'seconds':<10}compile",
+        f"{'method':<18}{part + ' accuracy':<22}{'epsilon':<10}{'noise':<10}{'seconds':<10}"
+        f"{'compile':<10}public data",
     ]
     for method, row in summary["methods"].items():
         accuracy = f"{row['test_accuracy_mean']:.4f} +- {row['test_accuracy_std']:.4f}"
@@ -380,7 +296,8 @@ def report(args: Args, summary: dict[str, Any]) -> str:
         )
         compiling = "-" if row["compile_seconds"] is None else f"{row['compile_seconds']:.1f}"
         lines.append(
-            f"{method:<14}{accuracy:<22}{epsilon:<10}{noise:<10}{row['seconds']:<10.1f}{compiling}"
+            f"{method:<18}{accuracy:<22}{epsilon:<10}{noise:<10}{row['seconds']:<10.1f}"
+            f"{compiling:<10}{row['public_data']}"
         )
     lines += [
         "",

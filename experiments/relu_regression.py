@@ -5,13 +5,13 @@ Parts of the study, all by default but for the long ones:
   stall   noiseless SGD from w = 0 stays there, GLMtron does not; how long DP-SGD takes to leave;
           private true gradient against private surrogate on symmetric Bernoulli data
   risk    exact excess risk of all methods over designs, dimensions, sizes and epsilons; every
-          method tuned with sixteen settings on separate synthetic data sets of the same design
+          method tuned with 30 settings on separate synthetic data sets of the same design
   paper   the published setting of Ding et al. 2025 (learning rates 0.01 and 0.05, batch 32, "500
           epochs"), with the noise that 500 epochs honestly need
   tables  test error on real tables, with settings tuned on synthetic records made from public rows
 
-Results go to a folder (summary.json, report.txt, risk.png); a run that was interrupted is taken up
-where it stopped. The last line on standard output is the summary as one JSON object.
+Results go to a folder (summary.json, report.txt, risk-d10.png); a run that was interrupted is taken
+up where it stopped. The last line on standard output is the summary as one JSON object.
 
   python -m experiments.relu_regression
   python -m experiments.relu_regression --parts risk --designs bernoulli-2 --sizes 100000
@@ -29,13 +29,13 @@ import numpy as np
 
 from experiments import _relu_data, _run
 from experiments._relu_data import DESIGNS, TABLES, draw, excess_risk
-from experiments._relu_methods import METHODS, NUM_PUBLIC, Data, Setting, refused, run
+from experiments._relu_methods import METHODS, NUM_PUBLIC, Data, refused, run
 from experiments._relu_parts import paper, slopes, stall
-from experiments._relu_report import draw_picture, report
+from experiments._relu_report import MANY, draw_pictures, report
 from experiments._run import UsageError
 
 PARTS = ("stall", "risk", "paper", "tables")
-MOST_SINGLE = 20_000  # records, above which methods with one record a step take too long
+FEW = 2_000  # records, up to which compiling takes longer than running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +58,11 @@ class Args:
     """Probability with which each privacy bound may fail."""
     seeds: int = 5
     """Independent data sets (and noise) for every number; the summary has mean and spread."""
-    tuning_draws: int = 2
-    """Separate data sets on which each method's sixteen settings are tried."""
+    tuning_draws: int = 4
+    """Separate data sets on which each method's settings are tried; half as many where they are
+    large."""
+    most_single: int = 1_000_000
+    """Most numbers (records times features) for which methods with one record a step are run."""
     tables: tuple[str, ...] = ()
     """Real tables; by default those that are there, or scikit-learn's diabetes data."""
     data_dir: pathlib.Path | None = None
@@ -91,7 +94,7 @@ def main(args: Args) -> dict[str, Any]:
     if "stall" in args.parts:
         summary["stall"] = stall(folder, args.seeds, args.seed, args.delta)
     if "risk" in args.parts:
-        summary["risk"] = risk(args, folder)
+        summary |= risk(args, folder)
         summary["slopes"] = slopes(summary["risk"])
     if "paper" in args.parts:
         options = (args.paper_size, args.epsilons, args.delta, args.seeds, args.seed)
@@ -103,9 +106,10 @@ def main(args: Args) -> dict[str, Any]:
     text = report(summary)
     (folder.path / "report.txt").write_text(text)
     if "risk" in args.parts:
-        draw_picture(folder.path)
+        draw_pictures(folder.path)
     print(f"{text}\nwritten to {folder.path}")
-    brief = {k: v for k, v in summary.items() if k not in ("provenance", "risk", "tables")}
+    kept_out = ("provenance", "risk", "tables")
+    brief = {k: v for k, v in summary.items() if k not in kept_out}
     kept = ("design", "table", "d", "n", "method", "epsilon", "mean", "standard_error")
     for part in ("risk", "tables"):
         rows = summary.get(part, [])
@@ -123,6 +127,7 @@ def check(args: Args):
             got = " ".join(unknown or given) or "nothing"
             raise UsageError(f"--{key} must be different ones of {' '.join(names)}, but got {got}")
     least = {"dimensions": 1, "sizes": 100, "seeds": 1, "tuning_draws": 1, "paper_size": 100}
+    least["most_single"] = 0
     for key, low in (least | {"epsilons": 1e-3, "seed": 0}).items():
         value = getattr(args, key)
         values = value if isinstance(value, tuple) else (value,)
@@ -147,6 +152,11 @@ def data_sets(design: str, n: int, d: int, count: int, key) -> tuple[list[Data],
 _drawn = jax.jit(draw, static_argnums=(0, 2, 3))
 
 
+def tuning_draws(args: Args, n: int) -> int:
+    """On how many data sets of n records settings are tried."""
+    return args.tuning_draws if n <= MANY else -(-args.tuning_draws // 2)
+
+
 def moved(sets: list[Data], key) -> list[Data]:
     """The same with a small random first iterate, without which noiseless SGD does not move."""
     keys = jax.random.split(key, len(sets))
@@ -155,91 +165,99 @@ def moved(sets: list[Data], key) -> list[Data]:
     return [data._replace(start=start(k, len(data.start))) for k, data in pairs]
 
 
-def risk(args: Args, folder: _run.Folder) -> list[dict[str, Any]]:
-    """Tuned excess risk of every method in every cell."""
+def risk(args: Args, folder: _run.Folder) -> dict[str, Any]:
+    """Tuned excess risk of every method in every cell, and the time that each method took."""
     cells = [(g, d, n) for n in args.sizes for d in args.dimensions for g in args.designs]
-    free = [m for m in args.methods if not METHODS[m].private]
-    tasks = [(cell, m, None) for cell in cells for m in free]
-    tasks += [
-        (c, m, e) for c in cells for m in args.methods if METHODS[m].private for e in args.epsilons
+    tasks = [(cell, m) for cell in cells for m in args.methods]
+    most = args.most_single
+    tasks = [
+        ((design, d, n), m)
+        for (design, d, n), m in tasks
+        if d * n <= most or not METHODS[m].steps_are_small
     ]
-    tasks = [t for t in tasks if t[0][2] <= MOST_SINGLE or not METHODS[t[1]].steps_are_small]
-    tasks.sort(key=lambda task: cells.index(task[0]))
     rows: list[dict[str, Any]] = []
+    seconds = dict.fromkeys(args.methods, 0.0)
     held: tuple[Any, Any] = (None, ())
     with _run.progress("risk", len(tasks)) as advance:
-        for (design, d, n), method, epsilon in tasks:
-            config = {"design": design, "d": d, "n": n, "method": method, "epsilon": epsilon}
+        for (design, d, n), method in tasks:
+            epsilons = args.epsilons if METHODS[method].private else (None,)
+            config = {"design": design, "d": d, "n": n, "method": method, "epsilons": epsilons}
             config |= {"delta": args.delta, "seeds": args.seeds, "seed": args.seed}
             config |= {"tuning_draws": args.tuning_draws, "grid": METHODS[method].grid()}
-            piece = f"{design}/d{d}/n{n}/{method}" + ("" if epsilon is None else f"/eps{epsilon:g}")
+            piece = f"{design}/d{d}/n{n}/{method}"
             result = folder.get(piece, config)
             if result is None:
                 if held[0] != (design, d, n):
                     key = jax.random.fold_in(jax.random.key(args.seed), DESIGNS.index(design))
                     keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, d), n), 3)
-                    tune = data_sets(design, n, d, args.tuning_draws, keys[0])
-                    held = (
-                        (design, d, n),
-                        (tune, data_sets(design, n, d, args.seeds, keys[1]), keys[2]),
-                    )
-                result = folder.put(
-                    piece, config, cell(method, epsilon, args.delta, design, *held[1])
-                )
-            row = {k: config[k] for k in ("design", "d", "n", "method", "epsilon")} | result
-            row.pop("tuning", None)  # stays in results.json
-            rows.append(row)
+                    tune = data_sets(design, n, d, tuning_draws(args, n), keys[0])
+                    final = data_sets(design, n, d, args.seeds, keys[1])
+                    held = (design, d, n), (tune, final, keys[2])
+                begin = time.process_time()
+                found = cell(method, epsilons, args.delta, design, *held[1])
+                result = {"rows": found, "seconds": time.process_time() - begin}
+                result = folder.put(piece, config, result)
+            cell_of = {"design": design, "d": d, "n": n, "method": method}
+            rows += [cell_of | row for row in result["rows"]]
+            seconds[method] += result["seconds"]
             advance(1)
-    return rows
+    return {"risk": rows, "seconds_of_processor": seconds}
 
 
-def cell(method, epsilon, delta, design, tune, final, key) -> dict[str, Any]:
-    """Tune one method on the tuning sets, and measure it on the others."""
-    begin, bound = time.perf_counter(), _relu_data.bound(design)
-    sets, truths = tune
-    score = lambda weights: excess_risk(design, weights, truths)  # noqa: E731
-    best, tuning, reason = tuned(method, epsilon, delta, sets, bound, score, key)
-    if best is None:
-        return {"refused": reason, "risks": [], "mean": None, "seconds": 0.0}
-    sets, truths = final
+def cell(method, epsilons, delta, design, tune, final, key) -> list[dict[str, Any]]:
+    """Tune one method on the tuning sets, and measure it on the others; one row an epsilon."""
+    bound, own = _relu_data.bound(design), METHODS[method]
     keys = jax.random.split(key, 4)
-    sets = moved(sets, keys[2]) if method == "sgd" else sets
-    weights = run(method, [best], keys[3], sets, epsilon, delta, bound)[0]
-    risks = excess_risk(design, weights, truths)
+    (tuning_sets, tuning_truths), (sets, truths) = tune, final
+    if method == "sgd":
+        tuning_sets, sets = moved(tuning_sets, keys[0]), moved(sets, keys[2])
+    score = lambda weights: excess_risk(design, weights, tuning_truths)  # noqa: E731
+    best, reason = tuned(method, epsilons, delta, tuning_sets, bound, score, keys[1])
+    columns = [(setting, epsilon) for epsilon, setting in best.items() if setting is not None]
+    few = len(sets[0].y) <= FEW or own.one_pass
+    width = len(own.grid()) // len(own.sizes) * len(epsilons) if few else len(epsilons)
+    risks = {}
+    if columns:
+        weights = run(method, columns, keys[3], sets, delta, bound, width)
+        found = excess_risk(design, weights, truths)
+        risks = {epsilon: found[i] for i, (_, epsilon) in enumerate(columns)}
+    return [_row(epsilon, best[epsilon], risks.get(epsilon), reason) for epsilon in epsilons]
+
+
+def _row(epsilon, setting, risks, reason) -> dict[str, Any]:
+    if setting is None:
+        return {"epsilon": epsilon, "refused": reason, "risks": [], "mean": None}
+    error = risks.std(ddof=1) / len(risks) ** 0.5 if len(risks) > 1 else 0.0
     return {
-        "setting": best._asdict(),
-        "tuning": tuning,
-        "risks": risks.tolist(),
+        "epsilon": epsilon,
+        "setting": setting._asdict(),
+        "risks": [float(f"{risk:.4g}") for risk in risks],
         "mean": float(risks.mean()),
-        "standard_error": float(risks.std(ddof=1) / len(risks) ** 0.5) if len(risks) > 1 else 0.0,
-        "seconds": time.perf_counter() - begin,
+        "standard_error": float(error),
     }
 
 
-def tuned(method, epsilon, delta, sets, bound, score, key):
-    """The best setting of the grid, all mean risks, and why the first refused one was refused."""
-    keys = jax.random.split(key, 4)
-    sets = moved(sets, keys[0]) if method == "sgd" else sets
-    reasons = {
-        s: refused(method, len(sets[0].y), epsilon, delta, s) for s in METHODS[method].grid()
-    }
-    allowed = [s for s, reason in reasons.items() if reason is None]
-    first = next((reason for reason in reasons.values() if reason), None)
-    if not allowed:
-        return None, [], first
-    weights = run(method, allowed, keys[1], sets, epsilon, delta, bound)
-    with np.errstate(all="ignore"):  # too large a learning rate diverges
-        risks = score(weights)
-    risks = np.nan_to_num(risks, nan=1e30, posinf=1e30).clip(max=1e30).mean(1).tolist()
-    return (
-        allowed[int(np.argmin(risks))],
-        [[*s, r] for s, r in zip(allowed, risks, strict=True)],
-        first,
-    )
+def tuned(method, epsilons, delta, sets, bound, score, key):
+    """For each epsilon the best setting of the grid, if any is allowed; and why one was refused."""
+    own, n = METHODS[method], len(sets[0].y)
+    columns, reason = [], None
+    for epsilon in epsilons:
+        for setting in own.grid():
+            why = None if epsilon is None else refused(method, n, epsilon, delta, setting)
+            reason = reason or why
+            columns += [] if why else [(setting, epsilon)]
+    best: dict[float | None, Any] = dict.fromkeys(epsilons)
+    if columns:
+        with np.errstate(all="ignore"):  # too large a learning rate diverges
+            risks = score(run(method, columns, key, sets, delta, bound))
+        means = np.nan_to_num(risks, nan=1e30, posinf=1e30).clip(max=1e30).mean(1)
+        for i in np.argsort(-means):
+            best[columns[i][1]] = columns[i][0]
+    return best, reason
 
 
 def real(args: Args, folder: _run.Folder) -> list[dict[str, Any]]:
-    """Test error on the tables, with settings tuned on Gaussian data of the same size."""
+    """Test error on the tables, with settings tuned on imitations of their public rows."""
     names = args.tables or tuple(name for name in TABLES if name != "diabetes")
     loaded = {name: _relu_data.table(name, args.data_dir) for name in names}
     for name in [name for name, table in loaded.items() if table is None]:
@@ -250,27 +268,24 @@ def real(args: Args, folder: _run.Folder) -> list[dict[str, Any]]:
         loaded = {"diabetes": _relu_data.table("diabetes")}
     rows, bound = [], _relu_data.bound("gaussian")
     methods = [m for m in args.methods if not METHODS[m].steps_are_small]
-    tasks = [(name, m, e) for name in loaded for m in methods for e in args.epsilons]
-    tasks = [t for t in tasks if METHODS[t[1]].private or t[2] == args.epsilons[0]]
+    tasks = [(name, m) for name in loaded for m in methods]
     with _run.progress("tables", len(tasks)) as advance:
-        for name, method, epsilon in tasks:
+        for name, method in tasks:
             table = loaded[name]
             assert table is not None
-            epsilon = epsilon if METHODS[method].private else None
-            config = {"table": table.source, "method": method, "epsilon": epsilon}
+            epsilons = args.epsilons if METHODS[method].private else (None,)
+            config = {"table": table.source, "method": method, "epsilons": epsilons}
             config |= {"delta": args.delta, "seeds": args.seeds, "seed": args.seed}
             config |= {"tuning_draws": args.tuning_draws, "grid": METHODS[method].grid()}
-            config["tuned_on"] = "imitations of public rows"
-            piece = f"table/{name}/{method}" + ("" if epsilon is None else f"/eps{epsilon:g}")
+            piece = f"table/{name}/{method}"
             result = folder.get(piece, config)
             if result is None:
                 key = jax.random.fold_in(jax.random.key(args.seed), 1_000)
-                keys = jax.random.split(key, 3)
-                sets = imitations(table, args.tuning_draws, args.seed)
-                result = on_table(method, epsilon, args, table, sets, bound, keys[1:])
-                result = folder.put(piece, config, result)
-            rows.append({"table": name, "source": table.source, "method": method} | result)
-            rows[-1]["epsilon"] = epsilon
+                sets = imitations(table, tuning_draws(args, len(table.y)), args.seed)
+                found = on_table(method, epsilons, args, table, sets, bound, key)
+                result = folder.put(piece, config, {"rows": found})
+            table_of = {"table": name, "source": table.source, "method": method}
+            rows += [table_of | row for row in result["rows"]]
             advance(1)
     return rows
 
@@ -290,31 +305,34 @@ def imitations(table: _relu_data.Table, count: int, seed: int) -> list[Data]:
     return sets
 
 
-def on_table(method, epsilon, args: Args, table, sets, bound, keys) -> dict[str, Any]:
+def on_table(method, epsilons, args: Args, table, sets, bound, key) -> list[dict[str, Any]]:
     """Tune on synthetic data, train on the table with several keys, and test."""
 
     def score(weights):
         return ((table.public_y - np.maximum(weights @ table.public_x.T, 0)) ** 2).mean(-1)
 
-    best, _, reason = tuned(method, epsilon, args.delta, sets, bound, score, keys[0])
-    if best is None:
-        return {"refused": reason, "mean": None}
+    keys = jax.random.split(key)
+    best, reason = tuned(method, epsilons, args.delta, sets, bound, score, keys[0])
+    columns = [(setting, epsilon) for epsilon, setting in best.items() if setting is not None]
     parts = (table.x, table.y, np.zeros(table.x.shape[1], np.float32))
     public = (table.public_x[:NUM_PUBLIC], table.public_y[:NUM_PUBLIC])
     data = Data(*map(jnp.asarray, (*parts, *public)))
-    sets = [data] * (args.seeds if METHODS[method].private else 1)
-    weights = run(method, [Setting(*best)], keys[1], sets, epsilon, args.delta, bound)[0]
-    errors = table.test_y - np.maximum(weights @ table.test_x.T, 0)
-    rmse = np.sqrt((errors**2).mean(1))
+    repeats = [data] * (args.seeds if METHODS[method].private else 1)
+    weights = run(method, columns, keys[1], repeats, args.delta, bound) if columns else ()
     constant = float(np.sqrt(np.mean((table.test_y - table.public_y.mean()) ** 2)))
-    spread = float(rmse.std(ddof=1)) if len(rmse) > 1 else 0.0
-    return {
-        "setting": best._asdict(),
-        "mean": float(rmse.mean()),
-        "standard_deviation": spread,
-        "public_mean": constant,
-        "unit": table.scale,
-    }
+    found = {}
+    for (setting, epsilon), own in zip(columns, weights, strict=True):
+        errors = table.test_y - np.maximum(own @ table.test_x.T, 0)
+        rmse = np.sqrt((errors**2).mean(1))
+        found[epsilon] = {
+            "setting": setting._asdict(),
+            "mean": float(rmse.mean()),
+            "standard_deviation": float(rmse.std(ddof=1)) if len(rmse) > 1 else 0.0,
+            "public_mean": constant,
+            "unit": table.scale,
+        }
+    nothing = {"refused": reason, "mean": None}
+    return [{"epsilon": epsilon} | found.get(epsilon, nothing) for epsilon in epsilons]
 
 
 if __name__ == "__main__":

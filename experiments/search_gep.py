@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from experiments import _run, datasets, gep, models
-from experiments._methods import METHODS, Setting, budget, make_run
+from experiments._methods import METHODS, OPTIONAL, Setting, budget, make_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Args:
     dataset: Literal["mnist-5k", "digits", "mnist"] = "mnist-5k"
     """Data set."""
     methods: tuple[str, ...] = METHODS
-    """Which methods to search; all get the same number of trials."""
+    """Which methods to search, also OPTIONAL ones; all get the same number of trials."""
     trials: int = 12
     """Random settings for each method."""
     finalists: int = 4
@@ -75,7 +75,7 @@ def draw(method: str, generator: np.random.RandomState, size: int) -> Setting:
         )
     clip, travel, steps = log_uniform(0.5, 4.0), log_uniform(4, 40), pick(50, 100, 150)
     # Clipped steps of size rate * clip norm travel a similar distance in all good runs.
-    return Setting(
+    common = Setting(
         steps=steps,
         batch_size=round(size * 0.1),
         learning_rate=float(f"{travel / steps / clip:.2g}"),
@@ -88,6 +88,16 @@ def draw(method: str, generator: np.random.RandomState, size: int) -> Setting:
         warm_start=True,
         whitening=pick(0.5, 1.0),
     )
+    if method == "sparsified":
+        return dataclasses.replace(common, drop_rate=pick(0.3, 0.6, 0.9))
+    if method == "adadps":
+        return dataclasses.replace(common, floor=log_uniform(1e-4, 1e-1))
+    if method == "pda-dpmd":
+        return dataclasses.replace(common, mixing=pick(None, 0.5, 0.8))
+    if method.startswith("dp-adam"):
+        rate, floor = log_uniform(1e-3, 3e-2), log_uniform(2e-3, 2e-2)
+        return dataclasses.replace(common, learning_rate=rate, floor=float(f"{clip * floor:.2g}"))
+    return common
 
 
 def main(args: Args) -> dict[str, Any]:
@@ -111,7 +121,7 @@ def main(args: Args) -> dict[str, Any]:
     )
 
     def setting(method: str, trial: int) -> Setting:
-        source = np.random.RandomState([args.seed, METHODS.index(method), trial])
+        source = np.random.RandomState([args.seed, (METHODS + OPTIONAL).index(method), trial])
         own = draw(method, source, size)
         if trial == 0:
             own = gep.setting(same, method, size, name)  # what the table has now

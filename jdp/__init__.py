@@ -6,6 +6,9 @@ See `README.md` for a first run, and each function's docstring for its guarantee
 import importlib.metadata
 
 from jdp import accounting as accounting
+from jdp import auditing as auditing
+from jdp import checkpoints as checkpoints
+from jdp import ledger as ledger
 from jdp import lora as lora
 from jdp import pate as pate
 from jdp import public_data as public_data
@@ -17,6 +20,7 @@ from jdp.adaptive import dp_aggregate_adaptive as dp_aggregate_adaptive
 from jdp.aggregate import dp_aggregate as dp_aggregate
 from jdp.aggregate import privatize as privatize
 from jdp.anchors import random_label_gradients as random_label_gradients
+from jdp.checkpoints import ResumableRun as ResumableRun
 from jdp.clipping import ClippedSum as ClippedSum
 from jdp.clipping import clip_automatic as clip_automatic
 from jdp.clipping import clip_by_group as clip_by_group
@@ -27,6 +31,7 @@ from jdp.embedding import gep as gep
 from jdp.gradients import clipped_grad as clipped_grad
 from jdp.gradients import per_example_grad as per_example_grad
 from jdp.gradients import unprotected_gradient_norms as unprotected_gradient_norms
+from jdp.ledger import Ledger as Ledger
 from jdp.noise import add_noise as add_noise
 from jdp.noise import secure_key as secure_key
 from jdp.planning import TrainingPlan as TrainingPlan

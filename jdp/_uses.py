@@ -231,6 +231,8 @@ def use_of(equation: Any, views: Sequence[View | None]) -> Use | None:
     if len(at) != 1 or view is None or 0 in equation.invars[at[0]].aval.shape:
         return None
     name, params = equation.primitive.name, equation.params
+    if any(jnp.iscomplexobj(var.aval) for var in (*equation.invars, *equation.outvars)):
+        return None
     if name == "dot_general" and params["dimension_numbers"][1] == ((), ()):
         return Use("dot", view, equation, at[0])
     if name == "conv_general_dilated" and at == [1]:

@@ -60,7 +60,7 @@ def _square(x: Array) -> Float[Array, " n"]:
 
 
 def _without_tiny(x: Array) -> Array:
-    """Return x with zero for what is so small that a product with it could underflow unseen."""
+    """Return x with zero for what is so small that its square could underflow unseen."""
     return jnp.where(jnp.abs(x) < _TINY, 0, x)
 
 
@@ -179,15 +179,15 @@ def _gradient(parts: Sequence[Factors], size: tuple[int, int], unit: Scalar) -> 
         rows = jnp.concatenate([part.u for part in tables], axis=1)
         tables = [Factors(rows, _same_rows(rows, jnp.concatenate([p.v for p in tables], axis=1)))]
     square, most, u, v = jnp.zeros(n, parts[0].v.dtype), 1.0, parts[0].u, parts[0].v
-    dense = [Factors(_without_tiny(part.u), _without_tiny(part.v)) for part in dense]
     if dense:
         u = jnp.concatenate([part.u for part in dense], axis=1)
         v = jnp.concatenate([part.v for part in dense], axis=1)
-        # Each u_t is brought to largest entry 1, and v_t takes its size in units of the clip norm:
-        # then no square underflows but of contributions that are harmlessly small.
+        # Each u_t is brought to largest entry 1, and v_t takes its size. What is tiny then is small
+        # in the product too, and is left out of norm and sum alike: no square underflows unseen.
         size_of_u = jnp.max(jnp.abs(u), axis=2, keepdims=True)
         u = jnp.where(size_of_u > 0, u / jnp.where(size_of_u > 0, size_of_u, 1), u)
-        v = v * size_of_u / unit
+        dense = [Factors(_without_tiny(u), _without_tiny(v * size_of_u))]
+        u, v = dense[0].u, dense[0].v / unit
         if positions == 1:
             square = _square(u) * _square(v)
             reach = jnp.sqrt(square)

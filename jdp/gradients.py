@@ -181,6 +181,7 @@ def in_parts(fun: Callable[[PyTree], PyTree], batch: PyTree, at_a_time: int) -> 
         return fun(batch)
     steps = -(-size // at_a_time)
     each = -(-size // steps)
+    batch = jax.tree.map(jnp.asarray, batch)
     rows = jnp.minimum(jnp.arange(steps * each), size - 1).reshape(steps, each)
     found = jax.lax.map(lambda rows: fun(jax.tree.map(lambda leaf: leaf[rows], batch)), rows)
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:size], found)
@@ -276,6 +277,9 @@ def unprotected_gradient_norms(
         free, loss_of = prepare(loss, params, batch, trainable)
         if not _leading_size(batch):
             return jnp.zeros(0)
+        if any(mesh.explicit_axes for mesh in _meshes((free, batch))):
+            written = jax.vmap(jax.grad(loss_of), in_axes=(None, 0))(free, batch)
+            return jnp.sqrt(_tree.squared_norms(jax.tree.leaves(written), 1.0))
         units = [1.0] * len(jax.tree.leaves(free))
 
         def of_some(examples: PyTree) -> Float[Array, " m"]:
@@ -300,7 +304,10 @@ def clipped_grad(
 
     **Guarantee.** That of `clipper`; microbatch size and strategy are time and memory only. They
     do not change the sum beyond rounding, but that book-keeping may take a norm for up to 3% too
-    high (more where an example's terms cancel), and never for too low.
+    high (more where an example's terms cancel), and never for too low. Its rounding, which the
+    noise pays for (`ClippedSum.rounding`, relative), is 0.2% for layers with many positions, and
+    grows with the length of sequences where a large table is looked up and also multiplied with
+    (tied embeddings): 0.5% at 64 positions, 8% at 1,024. `strategy="vmap"` has neither.
 
     Args:
       loss: as in `jdp.per_example_grad`.

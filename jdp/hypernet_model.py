@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jdp import _check
 from jdp._typing import Adjacency, Key, Mask, PyTree, Scalar
-from jdp.set_embedding import features, one_record, private_embedding
+from jdp.set_embedding import features, one_record, private_embedding, refusing_axis_names
 
 Tokens: TypeAlias = Float[Array, "t d"]
 Detokenise: TypeAlias = Callable[[Tokens], PyTree]
@@ -110,7 +110,8 @@ class Hypernet:
         _check.typed_key("key", key)
         encoder_key, decoder_key = jax.random.split(key)
         record = one_record(public_records)
-        variables = jax.eval_shape(self.encoder.init, encoder_key, record)
+        with refusing_axis_names("encoder"):
+            variables = jax.eval_shape(self.encoder.init, encoder_key, record)
         _only_params("encoder", variables)
         first = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), record)
         encoder = self.encoder.init(encoder_key, first).get("params", {})

@@ -1,7 +1,7 @@
 """Learning a hypernetwork on PUBLIC sets, with the noise that private ones will get."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -95,11 +95,14 @@ def train_step(
 
     def objective(networks, centre, tasks: Tasks, keys):
         def one(records, examples, key, mask=None):
-            target = net.generate(HypernetParams(*networks, centre), records, key, mask)
+            target = net.generate(
+                HypernetParams(networks[0], networks[1], centre), records, key, mask
+            )
             return loss(target, examples)
 
         parts = (tasks.records, tasks.examples, keys)
-        losses = jax.vmap(one)(*parts if tasks.mask is None else (*parts, tasks.mask))
+        mapped: Any = jax.vmap(one)
+        losses = mapped(*parts if tasks.mask is None else (*parts, tasks.mask))
         return jnp.mean(losses), losses
 
     def step(state: TrainState, tasks: Tasks):
@@ -109,11 +112,11 @@ def train_step(
         gradient = jax.grad(objective, has_aux=True)
         gradients, losses = gradient(networks, centre, tasks, keys)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, networks)
-        encoder, decoder = optax.apply_updates(networks, updates)
+        moved: Any = optax.apply_updates(networks, updates)
         pool = lambda leaf: leaf.reshape(-1, *leaf.shape[2:])  # noqa: E731
         mean = net.mean_embedding(networks[0], *jax.tree.map(pool, (tasks.records, tasks.mask)))
         centre = _CENTRE_MOMENTUM * centre + (1 - _CENTRE_MOMENTUM) * mean
-        params = HypernetParams(encoder, decoder, centre)
+        params = HypernetParams(moved[0], moved[1], centre)
         return TrainState(params, optimizer_state, state.key, state.step + 1), losses
 
     return step

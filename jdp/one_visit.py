@@ -31,6 +31,7 @@ from jdp.shuffling import calibrate_shuffled, shuffled_epsilon
 
 Release: TypeAlias = Literal["blocks", "same-rows", "tree"]
 
+_BUDGET_REMEDY = "It is the privacy budget; values between 0.1 and 10 are usual."
 _SIZE_REMEDY = "It is a public number of records, known without looking at the data."
 
 
@@ -241,6 +242,8 @@ def plan_blocks(
     if (epsilon is None) == (noise_multiplier is None):
         given = {"epsilon": epsilon, "noise_multiplier": noise_multiplier}
         _check.fail("epsilon", "given if and only if noise_multiplier is not", given, "Give one.")
+    if epsilon is not None:
+        epsilon = float(_check.number("epsilon", epsilon, above=0, remedy=_BUDGET_REMEDY))
     if adjacency not in ("zero-out", "replace-one"):
         remedy = "Blocks of fixed size need a public number of records."
         _check.fail("adjacency", "'zero-out' or 'replace-one' for blocks", adjacency, remedy)

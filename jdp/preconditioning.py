@@ -80,7 +80,7 @@ def clip_sparsified(clipper: Clipper, kept: PyTree) -> Clipper:
     TMLR 2023, arXiv 2112.00845. Coordinates outside a random set are zeroed BEFORE the clip, and
     the estimate is $m \odot (\sum_i \bar g_i + \mathrm{noise})$: a gradient loses norm by it, so
     that more of the rest survives the clip, and the noise of what was dropped is dropped too. Not
-    rescaled, as in the paper: the learning rate does that.
+    rescaled, as in its authors' code: the learning rate does that.
 
     **Guarantee.** That of `clipper` (same scales, same event): the $\bar g_i$ are contributions of
     the inner clipper, and dropping coordinates after the noise is post-processing. It gives no less
@@ -130,8 +130,9 @@ def clip_sparsified(clipper: Clipper, kept: PyTree) -> Clipper:
 def random_coordinates(key: Key, params: Params, rate: Scalar) -> PyTree:
     """Return which coordinates to keep: each is dropped with probability `rate`, independently.
 
-    The paper draws anew every epoch, `jax.random.fold_in(key, step // steps_per_epoch)`, with a
-    rate that rises linearly, `optax.linear_schedule(0.0, 0.9, steps)(step)`.
+    The paper drops a set of fixed size, drawn anew every epoch,
+    `jax.random.fold_in(key, step // steps_per_epoch)`, with a rate that rises linearly,
+    `optax.linear_schedule(0.0, 0.9, steps)(step)`.
 
     Args:
       key: a typed key; it need not be secret, so it must be neither the noise's nor the sampler's.

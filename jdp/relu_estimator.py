@@ -168,6 +168,10 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
 
     def _check(self) -> None:
         _check.choice("method", self.method, get_args(Method))
+        if not isinstance(self.fit_intercept, bool | np.bool_):
+            remedy = "Pass a boolean."
+            _check.fail("fit_intercept", "True or False", self.fit_intercept, remedy, TypeError)
+        _check.number("epsilon", self.epsilon, above=0, remedy="It is the budget of one fit.")
         remedy = "Choose it by public knowledge, without looking at the data."
         for name in ("feature_bound", "label_bound", "clip", "learning_rate"):
             value = getattr(self, name)
@@ -178,7 +182,7 @@ class PrivateReLURegressor(RegressorMixin, BaseEstimator):
 
     def _recipe(self, n: int, d: int) -> tuple[TrainingPlan, Threshold, Descent]:
         """Plan, threshold and descent, from public numbers only."""
-        budget: dict[str, Any] = {"epsilon": self.epsilon, "delta": self.delta}
+        budget: dict[str, Any] = {"epsilon": float(self.epsilon), "delta": self.delta}
         rate = min(5.0, d) if self.learning_rate is None else self.learning_rate
         threshold: Threshold = FixedThreshold(self.clip)
         gradient, radius = "surrogate", math.inf

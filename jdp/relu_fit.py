@@ -96,6 +96,7 @@ def fit(
     _check.typed_key("key", key)
     _check_data(x, y, plan, start, threshold)
     check_threshold(plan, threshold)
+    _check_descent(plan, threshold, descent)
     data = records(x, y, descent)
     like = data.x[0]
     start = jnp.zeros_like(like) if start is None else jnp.asarray(start, like.dtype)
@@ -238,7 +239,7 @@ def _check_data(x: Any, y: Any, plan: TrainingPlan, start: Any, threshold: Any) 
     for name, value, ndim in (("x", x, 2), ("y", y, 1)):
         if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
             _check.fail(name, "a floating array", value, "Convert it to float32.", TypeError)
-        if value.ndim != ndim or value.shape[0] != n:
+        if value.ndim != ndim or value.shape[0] != n or 0 in value.shape:
             expected = f"of shape ({n},{' d' if ndim == 2 else ''}), as the plan has it"
             _check.fail(name, expected, value, "Plan for the number of records that there are.")
     if start is not None and jnp.shape(start) != x.shape[1:]:
@@ -246,6 +247,26 @@ def _check_data(x: Any, y: Any, plan: TrainingPlan, start: Any, threshold: Any) 
     if isinstance(threshold, PublicThreshold) and threshold.x.shape[1:] != x.shape[1:]:
         remedy = "Public records need the private ones' features."
         _check.fail("threshold.x", f"of shape (m, {x.shape[1]})", threshold.x, remedy)
+
+
+def _check_descent(plan: TrainingPlan, threshold: Threshold, descent: Any) -> None:
+    """Refuse clip norms R s that are infinite under noise, or beyond what float32 can hold."""
+    if not isinstance(descent, Descent):
+        _check.fail("descent", "a Descent", descent, "Make one: Descent(learning_rate).", TypeError)
+    known, bound = _check.is_static_number, descent.feature_bound
+    levels: list[Any] = []
+    if isinstance(threshold, FixedThreshold):
+        levels = [threshold.value]
+    else:
+        levels = [threshold.grid.floor, threshold.grid.floor * 2.0 ** (threshold.grid.levels - 1)]
+    if not known(bound) or not all(map(known, levels)):
+        return
+    noisy = known(plan.noise_multiplier) and plan.noise_multiplier > 0
+    if noisy and math.isinf(bound):
+        remedy = "Noise is proportional to it; choose a public bound on |x|."
+        _check.fail("feature_bound", "finite when noise_multiplier > 0", bound, remedy)
+    for level in levels:
+        _check.clip_norm("feature_bound * threshold", float(bound) * level)
 
 
 def unprotected_glmtron(

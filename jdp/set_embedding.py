@@ -14,9 +14,10 @@ The guarantee is for the N records given. How they were chosen out of a larger p
 and so is the encoder: it must not have been trained on them.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -118,7 +119,7 @@ def private_embedding(
     records: PyTree,
     mask: Mask | None = None,
     *,
-    clip_norm: float,
+    clip_norm: Scalar,
     noise_multiplier: Scalar,
     num_records: int,
     centre: Float[Array, " features"] | None = None,
@@ -140,7 +141,7 @@ def private_embedding(
         the records, so that it cannot see two at once.
       records: a pytree of arrays with the records on the leading axis.
       mask: (n,) booleans, False for padding; by default all are records, and must be N.
-      clip_norm: C, finite.
+      clip_norm: C, finite. May be traced.
       noise_multiplier: z >= 0, usually `plan.noise_multiplier`. May be traced.
       num_records: N, usually `plan.batch_size`.
       centre: c, a PUBLIC vector, such as the mean embedding of public records. What all records
@@ -156,8 +157,9 @@ def private_embedding(
 
     >>> records = jnp.array([[3.0, 4.0], [0.3, 0.4], [jnp.nan, 0.0]])
     >>> options = {"clip_norm": 1.0, "noise_multiplier": 0.0, "num_records": 3}
-    >>> print(private_embedding(jax.random.key(0), lambda p: p, records, **options).round(2))
-    [0.3 0.4]
+    >>> e = private_embedding(jax.random.key(0), lambda p: p, records, **options)
+    >>> [round(float(x), 2) for x in e]
+    [0.3, 0.4]
     """
     _check.typed_key("key", key)
     remedy = "It is the public number of records in the set; take plan.batch_size."
@@ -178,7 +180,7 @@ def embedding_sum(
     encode: Encode,
     records: PyTree,
     mask: Mask,
-    clip_norm: float,
+    clip_norm: Scalar,
     centre: Float[Array, " features"] | None = None,
 ) -> ClippedSum:
     """The sum of clipped embeddings, not yet private; arguments as in `private_embedding`."""
@@ -198,6 +200,21 @@ def embedding_sum(
     return clip_by_norm(clip_norm)(embeddings, mask)
 
 
+_ONE = "a function of ONE record"
+_PURE = "Write a pure function of one record, without axis names, callbacks or printing."
+
+
+@contextlib.contextmanager
+def refusing_axis_names(name: str) -> Iterator[None]:
+    """Turn JAX's error for an axis that is not there into one that says what is wrong."""
+    try:
+        yield
+    except NameError as error:
+        if "axis name" in str(error):
+            _check.fail(name, _ONE, _check.Words(str(error).splitlines()[0]), _PURE)
+        raise
+
+
 def features(encode: Encode, record: PyTree) -> int:
     """Trace `encode` on the shapes of one record; return the size of its embedding.
 
@@ -206,15 +223,11 @@ def features(encode: Encode, record: PyTree) -> int:
       ValueError: the array is not a vector, or `encode` has effects: it prints, calls back, or
         communicates over an axis of a surrounding map, where other records may be.
     """
-    remedy = "Write a pure function of one record, without axis names, callbacks or printing."
-    try:
+    with refusing_axis_names("encode"):
         traced, found = jax.make_jaxpr(encode, return_shape=True)(record)
-    except NameError as error:  # JAX: unbound axis name
-        _check.fail("encode", "a function of ONE record", _check.Words(str(error)), remedy)
-        raise
     if traced.effects:
         effects = _check.Words(f"one with effects {sorted(map(str, traced.effects))}")
-        _check.fail("encode", "a function of ONE record, free of effects", effects, remedy)
+        _check.fail("encode", f"{_ONE}, free of effects", effects, _PURE)
     remedy = "Return the embedding of ONE record as a vector; flatten it."
     if not hasattr(found, "dtype") or not jnp.issubdtype(found.dtype, jnp.floating):
         _check.fail("encode", "a function that returns a floating vector", found, remedy, TypeError)
@@ -229,10 +242,10 @@ def one_record(records: PyTree) -> PyTree:
 
 
 def _num_rows(records: PyTree) -> int:
-    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(records)]
+    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(records)]
     sizes = {shape[:1] for shape in shapes}
     if len(sizes) != 1 or sizes == {()}:
         expected = "a pytree of arrays with the records on their leading axis"
         remedy = "Stack the records; every leaf has one row a record."
         _check.fail("records", expected, _check.Words(f"leaves of shapes {shapes}"), remedy)
-    return sizes.pop()[0]
+    return shapes[0][0]

@@ -87,6 +87,10 @@ class PublicThreshold:
       y: (m,) public labels.
       grid: the levels.
       quantile: q in (0, 1]; may be traced.
+
+    Raises:
+      TypeError: `x` or `y` is not a floating array of at least one record.
+      ValueError: their lengths differ, or the quantile is out of range.
     """
 
     x: Float[Array, "m d"]
@@ -96,6 +100,14 @@ class PublicThreshold:
 
     def __post_init__(self):
         """Validate; public values may be looked at."""
+        for name, value, ndim in (("x", self.x, 2), ("y", self.y, 1)):
+            floating = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+            if not floating or value.ndim != ndim or value.shape[0] < 1:
+                expected = f"a floating array of {ndim} dimension(s) with a row for each record"
+                _check.fail(name, expected, value, "Give at least one public record.", TypeError)
+        if self.x.shape[0] != self.y.shape[0]:
+            expected = f"of shape ({self.x.shape[0]},), as x has records"
+            _check.fail("y", expected, self.y, "Give as many labels as records.")
         remedy = "1 is the paper's choice; 0.9 bears outliers."
         _check.number("quantile", self.quantile, above=0, at_most=1, traced=True, remedy=remedy)
 

@@ -321,10 +321,17 @@ def test_convolutions_of_every_geometry(geometry, inside):
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["dense", "conv", "attention", "tied table"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "dense",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("conv", "attention")),
+        "tied table",
+    ],
+)
 def test_unprotected_norms(case):
     loss, params, inputs = CASES[case]()
-    norms = jdp.unprotected_gradient_norms(loss)(params, (inputs, LABELS))
+    norms = jax.jit(jdp.unprotected_gradient_norms(loss))(params, (inputs, LABELS))
     leaves = jax.tree.leaves(jax.vmap(jax.grad(loss), (None, 0))(params, (inputs, LABELS)))
     want = np.linalg.norm(np.concatenate([leaf.reshape(N, -1) for leaf in leaves], axis=1), axis=1)
     assert (norms >= want * (1 - 1e-5)).all() and (norms <= want * 1.03).all()
@@ -341,9 +348,7 @@ def test_which_leaves_are_covered():
         assert (i in covered) == ("kernel" in name or "embedding" in name), name
 
 
-@hypothesis.given(model=models, name=st.sampled_from(sorted(CLIPPERS)), gram=st.booleans())
-@hypothesis.settings(max_examples=30)
-def test_random_models(model, name, gram):
+def _random_model_check(model, name, gram):
     loss, params, batch = model
     clipper = CLIPPERS[name](params)
     with pytest.MonkeyPatch.context() as patch:
@@ -353,6 +358,22 @@ def test_random_models(model, name, gram):
             patch.setattr(bookkeeping, "GRAM_MARGIN", 1e-12)
             patch.setattr(bookkeeping, "TABLE_MARGIN", 1e-12)
         assert_close(*both(loss, params, batch, clipper))
+
+
+GIVEN = {"model": models, "name": st.sampled_from(sorted(CLIPPERS)), "gram": st.booleans()}
+
+
+@hypothesis.given(**GIVEN)
+@hypothesis.settings(max_examples=10)
+def test_random_models(model, name, gram):
+    _random_model_check(model, name, gram)
+
+
+@pytest.mark.slow
+@hypothesis.given(**GIVEN)
+@hypothesis.settings(max_examples=40)
+def test_many_random_models(model, name, gram):
+    _random_model_check(model, name, gram)
 
 
 # The Gram form -----------------------------------------------------------------------------------

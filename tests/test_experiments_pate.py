@@ -31,6 +31,7 @@ def test_a_student_learns_from_noisy_labels(run):
         "summary.json",
         "report.txt",
         "curves.png",
+        "ledger.jsonl",
     }
     text = (out / "report.txt").read_text()
     assert "labels of at most 60 of 60 queries" in text and "20 teachers" in text

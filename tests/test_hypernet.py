@@ -231,30 +231,27 @@ def test_a_module_of_ones_own_serves_as_encoder():
 
 
 def test_with_one_context_token_cross_attention_is_the_same_for_all_tokens():
-    decoder = TransformerDecoder(5, 6, width=8, heads=2, mlp_width=12, layers=2)
-
-    def queries(context):
-        params = decoder.init(jax.random.key(0), context)
-        # away from the symmetric start
-        leaves, structure = jax.tree.flatten(params)
-        keys = jax.random.split(jax.random.key(1), len(leaves))
-        leaves = [
-            x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)
-        ]
-        params = jax.tree.unflatten(structure, leaves)
-        _, state = decoder.apply(params, context, capture_intermediates=True)
-        added = state["intermediates"]["cross_attention_0"]["__call__"][0]
-        gradient = jax.grad(lambda p: jnp.sum(decoder.apply(p, context) ** 2))(params)
-        layer = gradient["params"]["cross_attention_0"]
-        return added, layer["query"]["kernel"], layer["value"]["kernel"]
-
+    decoder = TransformerDecoder(5, 6, width=8, heads=2, mlp_width=12, layers=1)
     one, three = (jax.random.normal(jax.random.key(c), (c, 4)) for c in (1, 3))
-    added, query, value = queries(one)
-    np.testing.assert_allclose(added, np.broadcast_to(added[:1], added.shape), atol=1e-6)
-    np.testing.assert_allclose(query, 0, atol=1e-6)
-    assert np.abs(value).max() > 1e-3
-    added, query, _ = queries(three)
-    assert np.abs(added - added[:1]).max() > 1e-3 and np.abs(query).max() > 1e-3
+    leaves, structure = jax.tree.flatten(jax.jit(decoder.init)(jax.random.key(0), one))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    leaves = [x + 0.3 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    params = jax.tree.unflatten(structure, leaves)  # away from the symmetric start
+
+    @jax.jit
+    def added(context):
+        _, state = decoder.apply(params, context, capture_intermediates=True)
+        return state["intermediates"]["cross_attention_0"]["__call__"][0]
+
+    def size(params, context):
+        return jnp.sum(decoder.apply(params, context) ** 2)
+
+    np.testing.assert_allclose(added(one), np.tile(added(one)[:1], (5, 1)), atol=1e-6)
+    assert np.abs(added(three) - added(three)[:1]).max() > 1e-3
+    layer = jax.jit(jax.grad(size))(params, one)["params"]["cross_attention_0"]
+    for name in ("query", "key"):
+        np.testing.assert_allclose(layer[name]["kernel"], 0, atol=1e-6)
+    assert np.abs(layer["value"]["kernel"]).max() > 1e-3
 
 
 def test_the_paper_size():
@@ -263,7 +260,8 @@ def test_the_paper_size():
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     assert 1.0e6 < size < 1.2e6
     head = jax.random.key(0), jnp.ones((1, 4))
-    params = TransformerDecoder(9, 40, width=64, layers=1).init(*head)["params"]["head"]
+    decoder = TransformerDecoder(9, 40, width=64, layers=1)
+    params = jax.jit(decoder.init)(*head)["params"]["head"]
     assert np.std(params["kernel"]) == pytest.approx(0.01, rel=0.05)
     assert not np.any(params["bias"])
 
@@ -299,7 +297,7 @@ def public_tasks(key, sets=16, mask=None):
 
 def test_it_learns_to_tell_sets_apart():
     num_tokens, detokenise = flat_tokens(jnp.zeros(2), 2)
-    plan = plan_embedding(RECORDS, epsilon=8.0, delta=DELTA)
+    plan = plan_embedding(RECORDS, epsilon=16.0, delta=DELTA)
     own = Hypernet(
         MLPEncoder((16, 4)),
         LinearDecoder(num_tokens, 2),
@@ -318,7 +316,7 @@ def test_it_learns_to_tell_sets_apart():
         return jax.lax.scan(body, state, jnp.arange(400))
 
     state, losses = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(1), 2))
-    assert np.all(losses[:, -20:].mean((1, 2)) < 0.25 * losses[:, :5].mean((1, 2)))
+    assert np.all(losses[:, -20:].mean((1, 2)) < 0.3 * losses[:, :5].mean((1, 2)))
     assert np.array_equal(state.step, [400, 400])
     params = jax.tree.map(lambda leaf: leaf[0], state.params)
     centre = own.mean_embedding(params.encoder, records)
@@ -364,7 +362,7 @@ def embed(records=None, mask=None, encode=lambda p: p, key=KEY, **options):
         (lambda: embed(key=0), TypeError, "`key`"),
         (lambda: embed(num_records=0), ValueError, "`num_records`"),
         (lambda: embed(num_records=6.0), TypeError, "`num_records`"),
-        (lambda: embed(num_records=7), ValueError, "7 rows .* but got 6 rows.*pass a mask"),
+        (lambda: embed(num_records=7), ValueError, "\\(7\\) .*but got 6 rows.*pass a mask"),
         (lambda: embed(jnp.zeros(())), ValueError, "`records`.*leading axis"),
         (lambda: embed((jnp.zeros((6, 2)), jnp.zeros(5))), ValueError, "`records`"),
         (lambda: embed({}), ValueError, "`records`"),

@@ -41,8 +41,17 @@ TABLE = {
     "accounting": {"_typing", "_check", "_accountants"},
     "sampling": {"_typing", "_check"},
     "planning": {"_typing", "_check", "accounting", "sampling"},
+    "_journal": set(),
+    "ledger": {"_typing", "_check", "_journal", "accounting", "planning"},
+    "_queries": {"_typing", "_check", "planning"},
+    "_store": {"_typing", "_check"},
+    "checkpoints": {"_typing", "_check", "_queries", "_store", "ledger", "planning"},
     "shuffling": {"_typing", "_check", "_accountants"},
     "one_visit": {"_typing", "_check", "accounting", "planning", "sampling", "shuffling"},
+    # The auditor does not trust the accountant, nor anything else that it audits.
+    "_confidence": {"_check"},
+    "one_run": {"_check", "_confidence"},
+    "auditing": {"_check", "_confidence", "one_run"},
     # PATE: what a vote costs, and the vote.
     "vote_plan": {"_typing", "_check", "accounting", "one_visit", "planning"},
     "pate": BASE | CORE | {"vote_plan"},

@@ -94,6 +94,10 @@ def test_it_pickles_clones_and_sits_in_a_pipeline():
     "change, error, name",
     [
         ({"epsilon": 0.0}, ValueError, "epsilon"),
+        ({"epsilon": None}, TypeError, "epsilon"),
+        ({"epsilon": "1"}, TypeError, "epsilon"),
+        ({"fit_intercept": "no"}, TypeError, "fit_intercept"),
+        ({"random_state": np.random.default_rng(0)}, TypeError, "random_state"),
         ({"delta": 2.0}, ValueError, "delta"),
         ({"method": "sgd"}, ValueError, "method"),
         ({"clip": -1.0}, ValueError, "clip"),
@@ -108,6 +112,14 @@ def test_it_pickles_clones_and_sits_in_a_pipeline():
 def test_bad_parameters_are_named(change, error, name):
     with pytest.raises(error, match=name):
         PrivateReLURegressor(**change).fit(*data(200))
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_are_numbers():
+    x, y = data(200)
+    options = {"epsilon": np.float32(1), "steps": np.int64(2), "fit_intercept": np.bool_(True)}
+    model = PrivateReLURegressor(**options, random_state=0).fit(x, y)
+    assert model.plan_.epsilon == pytest.approx(1)
 
 
 def test_the_name_is_in_the_room():

@@ -309,6 +309,15 @@ BAD = [
     ({"threshold": PublicThreshold(jnp.ones((5, D + 1)), jnp.ones(5))}, ValueError, "threshold.x"),
     ({"plan": jdp.plan(N, 8, 3, sampling="fixed-batches", **NO_NOISE)}, TypeError, "plan"),
     ({"threshold": 0.3}, TypeError, "threshold"),
+    ({"x": X[:, :0]}, ValueError, "x"),
+    ({"descent": None}, TypeError, "descent"),
+    ({"descent": Descent(1.0, 1e10), "threshold": FixedThreshold(1e10)}, ValueError, "1e.12"),
+    ({"descent": Descent(1.0, 1e-9), "threshold": FixedThreshold(1e-9)}, ValueError, "1e-12"),
+    (
+        {"descent": Descent(1.0, math.inf), "plan": plan_blocks(N, N, epsilon=1, delta=DELTA)},
+        ValueError,
+        "feature_bound.*finite when",
+    ),
     ({"threshold": PRIVATE}, ValueError, "threshold"),
     ({"plan": plan_blocks(N, 9, threshold_rows=9, **NO_NOISE)}, ValueError, "threshold"),
     (
@@ -352,6 +361,10 @@ def test_what_does_not_belong_together_is_refused(change, error, message):
         (lambda: PrivateThreshold(failure=0.0), ValueError),
         (lambda: PrivateThreshold(mechanism="laplace"), ValueError),  # pyright: ignore
         (lambda: PublicThreshold(X, Y, quantile=0.0), ValueError),  # pyright: ignore
+        (lambda: PublicThreshold(X[:0], Y[:0]), TypeError),  # pyright: ignore
+        (lambda: PublicThreshold(X, Y[:-1]), ValueError),  # pyright: ignore
+        (lambda: PublicThreshold([[1.0]], [1.0]), TypeError),  # pyright: ignore
+        (lambda: PublicThreshold(X.astype(int), Y), TypeError),  # pyright: ignore
     ],
 )
 def test_bad_configuration_is_refused(make, error):

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import _relu_data, _relu_parts, relu_regression
-from experiments._relu_methods import METHODS, refused
+from experiments import _relu_data, _relu_methods, _relu_parts, _relu_tables, relu_regression
+from experiments._relu_methods import METHODS, refused, run
 from experiments._run import UsageError
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -36,8 +36,37 @@ def test_designs_have_the_second_moments_and_risks_that_are_claimed(design):
 
 def test_every_method_has_as_many_settings():
     private = {name: len(own.grid()) for name, own in METHODS.items() if own.private}
-    assert set(private.values()) == {16}
+    assert set(private.values()) == {30}
     assert all(len(set(own.grid())) == len(own.grid()) for own in METHODS.values())
+
+
+@pytest.mark.parametrize("method", ["dp-pgd-surrogate", "dp-glmtron"])
+def test_columns_side_by_side_are_those_run_alone(method):
+    sets, _ = relu_regression.data_sets("gaussian", 200, 3, 2, jax.random.key(0))
+    grid = METHODS[method].grid()
+    columns = [(grid[0], 0.5), (grid[0], 2.0), (grid[-1], 2.0)]
+    key = jax.random.key(1)
+    together = run(method, columns, key, sets, 1e-5, 1.25, width=4)
+    assert together.shape == (3, 2, 3)
+    for i, column in enumerate(columns):
+        alone = run(method, [column], key, sets, 1e-5, 1.25)
+        np.testing.assert_allclose(together[i], alone[0], rtol=1e-3, atol=1e-4)
+    assert not np.allclose(together[0], together[1]) and not np.allclose(together[1], together[2])
+
+
+def test_every_epsilon_has_the_threshold_rows_that_it_needs(monkeypatch):
+    plans = []
+
+    def program(plan, *_):
+        plans.append(plan)
+        return lambda key, data, bound, z, *_: np.zeros((len(z), data.x.shape[1]))
+
+    monkeypatch.setattr(_relu_methods, "_program", program)
+    sets, _ = relu_regression.data_sets("gaussian", 10_000, 2, 1, jax.random.key(0))
+    setting = METHODS["dp-mbglmtron"].grid()[0]
+    run("dp-mbglmtron", [(setting, 0.05), (setting, 1.0)], jax.random.key(0), sets, 1e-5, 1.25)
+    rows = [plan.sampler.threshold_rows for plan in plans]
+    assert rows[0] >= 387 and rows[1] == 333 and len(rows) == 2
 
 
 def test_smoke_run_resumes_and_draws_from_its_summary(tmp_path, monkeypatch):
@@ -47,7 +76,7 @@ def test_smoke_run_resumes_and_draws_from_its_summary(tmp_path, monkeypatch):
     assert 0 < rows["dp-gd-glmtron"]["mean"] < 0.05
     assert json.loads(json.dumps(brief))["experiment"] == "relu_regression"
     files = {path.name for path in tmp_path.iterdir()}
-    assert files == {"results.json", "summary.json", "report.txt", "risk.png"}
+    assert files == {"results.json", "summary.json", "report.txt", "risk-d10.png"}
     report = (tmp_path / "report.txt").read_text()
     assert "dp-gd-glmtron" in report and "gaussian, d = 10, N = 300" in report
     monkeypatch.setattr(relu_regression, "cell", lambda *_: pytest.fail("ran again"))
@@ -63,7 +92,7 @@ def test_methods_refuse_what_the_library_refuses():
 
 
 def test_slopes_are_fitted_where_each_regime_holds():
-    base = {"design": "gaussian", "d": 10}
+    base = {"design": "gaussian", "d": 10, "standard_error": 1e-9}
     rows = []
     for n in (1_000, 10_000, 100_000, 1_000_000):
         rows.append(base | {"n": n, "method": "glmtron", "epsilon": None, "mean": 0.1 / n})
@@ -72,8 +101,23 @@ def test_slopes_are_fitted_where_each_regime_holds():
         rows.append(base | {"n": n, "method": "dp", "epsilon": 2.0, "mean": 0.15 / n})
     found = {(s["epsilon"], s["regime"]): s for s in _relu_parts.slopes(rows)}
     assert found[2.0, "statistics"]["slope"] == pytest.approx(-1)
+    assert np.exp(found[2.0, "statistics"]["intercept"]) == pytest.approx(0.15)
     assert -2.05 < found[0.1, "privacy"]["slope"] < -1.5
     assert 1_000 not in found[0.1, "privacy"]["sizes"]  # no better than w = 0
+
+
+def test_methods_are_compared_within_a_cell_and_on_the_same_data():
+    rows = []
+    for d, scale in ((10, 1.0), (50, 10.0)):  # noise that all methods share cancels
+        shared = scale * np.exp(np.random.default_rng(d).normal(size=10))
+        for method, factor in (("dp-sgd", 2.0), ("dp-gd", 1.0), ("dp-glmtron-shuffled", 0.1)):
+            row = {"design": "gaussian", "d": d, "n": 1_000, "method": method, "epsilon": 1.0}
+            rows.append(row | {"risks": (factor * shared).tolist()})
+            rows[-1]["mean"] = factor * shared.mean()
+    text = "\n".join(_relu_tables._compared(1_000, rows, [1.0]))
+    assert "| dp-gd | 1.00 | 1.00 | 1 | 2 / 0 of 2 |" in text
+    assert "| dp-sgd | 2.00 | 2.00 | 2 | 0 / 0 of 2 |" in text
+    assert "shuffled" not in text
 
 
 def test_tables_fall_back_to_what_scikit_learn_has(tmp_path, capsys):

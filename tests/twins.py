@@ -425,7 +425,8 @@ def centred_by_private_records(encode, records, mask, clip_norm):
 def normalised_over_the_set(encode, records, mask, clip_norm):
     """Batch normalisation over the records, before a clip that bounds each of them."""
     embeddings = jnp.nan_to_num(jax.vmap(encode)(records))
-    embeddings = (embeddings - embeddings.mean(0)) / (embeddings.std(0) + 1e-3)
+    centred = embeddings - embeddings.mean(0, keepdims=True)
+    embeddings = centred / (embeddings.std(0, keepdims=True) + 1e-3)
     return jdp.clip_by_norm(clip_norm)(embeddings, mask)
 
 

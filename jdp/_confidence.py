@@ -1,0 +1,51 @@
+"""What the audits share: exact confidence bounds on a probability, and validators."""
+
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from jdp import _check
+
+MORE = "Run the mechanism more often: thousands of draws are usual."
+
+
+def upper_confidence(successes: Any, trials: Any, significance: float) -> Any:
+    """Clopper and Pearson's upper confidence bound on a probability, exact for every law.
+
+    >>> round(float(upper_confidence(0, 300, 0.05)), 4)  # the rule of three
+    0.0099
+    """
+    successes = np.asarray(successes)
+    found = stats.beta.isf(significance, successes + 1, np.maximum(trials - successes, 1))
+    return np.where(successes < trials, found, 1.0)
+
+
+def lower_confidence(successes: Any, trials: Any, significance: float) -> Any:
+    """The lower bound, `1 - upper_confidence(trials - successes, ...)`, exact for small ones.
+
+    >>> float(lower_confidence(0, 300, 0.05)), round(float(lower_confidence(300, 300, 0.05)), 4)
+    (0.0, 0.9901)
+    """
+    successes = np.asarray(successes)
+    found = stats.beta.ppf(significance, np.maximum(successes, 1), trials - successes + 1)
+    return np.where(successes > 0, found, 0.0)
+
+
+def check_significance(value: float) -> None:
+    """Refuse a significance that is not in (0, 1)."""
+    remedy = "It is the probability of a wrong bound; divide it by the number of bounds you state."
+    _check.number("significance", value, above=0, below=1, remedy=remedy)
+
+
+def floats(name: str, value: Any, ndim: int, at_least: int) -> np.ndarray:
+    """The value as float64, if it is an array of numbers with enough rows."""
+    value = np.asarray(value)
+    numbers = np.issubdtype(value.dtype, np.floating) or np.issubdtype(value.dtype, np.integer)
+    shape = "a vector" if ndim == 1 else "a matrix with one release a row"
+    if not numbers:
+        _check.fail(name, f"{shape} of numbers", value, "Convert it to floats.", TypeError)
+    if value.ndim != ndim or len(value) < at_least:
+        expected = f"{shape}, of at least {at_least} draws"
+        _check.fail(name, expected, _check.Words(f"shape {value.shape}"), MORE)
+    return value.astype(np.float64)

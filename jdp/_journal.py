@@ -1,0 +1,147 @@
+"""A file of JSON lines that is only appended to: locked, checked, and synced to disk. Host code."""
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import time
+import zlib
+from typing import Any
+
+
+class Journal:
+    """The file, locked for as long as it is open; `entries` are the lines that it has.
+
+    Args:
+      path: is created where missing, with its folder.
+      read_only: neither lock nor write.
+
+    Raises:
+      BlockingIOError: another process has the journal open.
+      OSError: it cannot be read or written.
+      ValueError: it is damaged anywhere but in a torn last line, which was never acknowledged.
+    """
+
+    def __init__(self, path: pathlib.Path, *, read_only: bool = False):
+        self.path = path
+        self._file: int | None = None
+        if not read_only:
+            with _explained(f"cannot open the ledger {path}"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            if self._file is not None:
+                _lock(self._file, path)
+            text = path.read_bytes()
+            self.entries = _parse(text, path)
+            if self._file is not None:
+                with _explained(f"cannot repair the ledger {path}"):
+                    os.ftruncate(self._file, text.rfind(b"\n") + 1)
+                    os.fsync(self._file)  # its writer may have died before
+                    _sync_folder(path.parent)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the lock back; nothing can be appended after this."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def append(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Append an entry and return it as it reads back, when the disk has it.
+
+        Raises:
+          OSError: it could not be written. The journal is closed then.
+          ValueError: the journal is closed, or read-only.
+        """
+        if self._file is None:
+            raise ValueError(
+                f"`{self.path}` must be open, but got closed or read-only. Nothing was released; "
+                "open it with jdp.Ledger(folder), and resume."
+            )
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        line = _line({"number": len(self.entries), "time": when} | entry)
+        try:
+            with _explained(f"cannot write to the ledger {self.path}, so nothing was released"):
+                _write(self._file, line)
+        except BaseException:
+            self.close()  # what the disk has is not known: read it again
+            raise
+        self.entries.append(json.loads(line))
+        return self.entries[-1]
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    """A line, with a check sum of its (public) text."""
+    text = json.dumps(entry, sort_keys=True)
+    checked = json.loads(text) | {"check": zlib.crc32(text.encode())}
+    return json.dumps(checked, sort_keys=True).encode() + b"\n"
+
+
+def _parse(text: bytes, path: pathlib.Path) -> list[dict[str, Any]]:
+    entries = []
+    for number, line in enumerate(text.splitlines(keepends=True)):
+        if not line.endswith(b"\n"):
+            break  # torn: never acknowledged
+        try:
+            entry = json.loads(line)
+            del entry["check"]
+            assert _line(entry) == line and entry["number"] == number
+        except (ValueError, KeyError, TypeError, AssertionError) as error:
+            raise ValueError(
+                f"line {number + 1} of {path} is damaged, so what was released is not known. "
+                "Restore the file from a copy, or take another folder (and add up by hand)."
+            ) from error
+        entries.append(entry)
+    return entries
+
+
+def _write(file: int, line: bytes) -> None:
+    """Append a line and sync it, or leave the file as it was."""
+    end = os.fstat(file).st_size
+    try:
+        rest = line
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.fsync(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, end)
+        raise
+
+
+def _lock(file: int, path: pathlib.Path) -> None:
+    import fcntl  # not on Windows
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(
+            error.errno,
+            f"another process is at work in {path.parent} and has its ledger locked. Wait for it, "
+            "or take another folder",
+        ) from None
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _explained(what: str):
+    """Say what an operating-system error meant for the ledger."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "Choose another folder, or change its permissions"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            remedy = "Free some space, and run again"
+        text = f"{what}: {error.strerror or error}. {remedy}"
+        raise OSError(error.errno, text) from error

@@ -1,0 +1,258 @@
+"""A durable record of what was released, on disk BEFORE it is: it never says too little.
+
+`ledger.jsonl` has one JSON object a line, only ever appended to. A *segment* is opened by the line
+that says what determines its queries (public names and numbers, never a hash of private data), and
+charged in ranges of steps, each before its noise is drawn. Steps that a resumed run repeats with
+the same keys and queries are the same release, and are not charged twice. Host code.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import dp_accounting as dpa
+
+from jdp import _check, accounting
+from jdp._journal import Journal
+from jdp.accounting import Event, PrivacySpent
+from jdp.planning import TrainingPlan
+
+FILE = "ledger.jsonl"
+_NAME = re.compile(r"\w[\w.-]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Part of a run in which keys and queries do not change.
+
+    Attributes:
+      number: of the segment's first line, from 0.
+      run: name of the run.
+      start: the first step; before it the run was another segment.
+      queries: what determines the queries, by name.
+      nonce: folded into all keys where the segment began, or None.
+      charged: the first step that is not paid for.
+      event: of the steps that are.
+      statement: adjacency, accountant and delta; None where there is no plan.
+    """
+
+    number: int
+    run: str
+    start: int
+    queries: dict[str, str]
+    nonce: tuple[int, ...] | None
+    charged: int
+    event: Event
+    statement: dict[str, Any] | None
+
+    def differences(self, queries: Mapping[str, str]) -> list[str]:
+        """What differs from these queries, in words."""
+        names = sorted(self.queries.keys() | queries.keys())
+        was, now = ([own.get(name, "absent") for name in names] for own in (self.queries, queries))
+        pairs = zip(names, was, now, strict=True)
+        return [f"{name} was {old}, now {new}" for name, old, new in pairs if old != new]
+
+
+class Ledger:
+    """The ledger of one folder, in which several runs may be recorded.
+
+    It is locked for as long as it is open: a second process (or a second `Ledger`) on the folder is
+    refused. A last line that a crash tore was never acknowledged, so nothing was released under it:
+    it is dropped. Any other damage is an error.
+
+    **Guarantee.** `charge` returns only when the disk has the charge; whoever draws noise after it
+    cannot spend what is not recorded. What is recorded may not have been spent.
+
+    Args:
+      folder: is created where missing.
+      read_only: neither lock nor write.
+
+    Raises:
+      BlockingIOError: another process has the ledger open.
+      OSError: the folder cannot be read or written.
+      ValueError: the file is damaged, or no ledger.
+
+    >>> import jdp, tempfile
+    >>> plan = jdp.plan(num_examples=1_000, batch_size=100, steps=50, delta=1e-5, epsilon=1.0)
+    >>> with tempfile.TemporaryDirectory() as folder, jdp.Ledger(folder) as ledger:
+    ...     ledger.open_segment("mine", plan, {"learning_rate": "0.1"})
+    ...     ledger.charge("mine", plan, stop=10)  # now steps 0 to 9 may draw their noise
+    ...     ledger.charge("mine", plan, stop=50)
+    ...     spent = ledger.spent("mine")
+    >>> spent.epsilon == plan.epsilon
+    True
+    """
+
+    def __init__(self, folder: str | os.PathLike, *, read_only: bool = False):
+        self.folder = pathlib.Path(folder)
+        self.path = self.folder / FILE
+        self._segments: dict[str, list[Segment]] = {}
+        self._journal = Journal(self.path, read_only=read_only)
+        for entry in self._journal.entries:
+            self._take(entry)
+
+    def __enter__(self) -> "Ledger":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the lock back; nothing can be charged after this."""
+        self._journal.close()
+
+    @property
+    def length(self) -> int:
+        """Number of lines."""
+        return len(self._journal.entries)
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Names of the runs."""
+        return tuple(self._segments)
+
+    def segments(self, run: str) -> tuple[Segment, ...]:
+        """The segments of a run, the current one last; none where the run is not known."""
+        return tuple(self._segments.get(run, ()))
+
+    def open_segment(
+        self,
+        run: str,
+        plan: TrainingPlan | None,
+        queries: Mapping[str, str],
+        *,
+        start: int = 0,
+        nonce: tuple[int, ...] | None = None,
+    ) -> None:
+        """Record that from `start` on the run's queries are determined by these, and by no others.
+
+        Args:
+          run: name of the run: letters, digits, and "-", "_" or "." after the first.
+          plan: what is charged for; None for a run that reads no private data.
+          queries: what determines the queries, by name.
+          start: the first step.
+          nonce: public words, folded into all keys of the run.
+
+        Raises:
+          ValueError: the name has other characters, or adjacency or accountant changed.
+          OSError: the ledger could not be written.
+        """
+        check_name(run)
+        statement = None
+        if plan is not None:
+            accountant = "rdp" if plan.spent.accountant == "rdp" else "pld"
+            statement = {"adjacency": plan.adjacency, "delta": plan.delta, "accountant": accountant}
+            for own in self.segments(run):
+                if own.statement and {**own.statement, "delta": 0} != {**statement, "delta": 0}:
+                    remedy = "One run has one account: begin in another folder."
+                    _check.fail("plan", f"of {own.statement}", statement, remedy)
+        entry = {"kind": "segment", "start": start, "nonce": nonce, "queries": dict(queries)}
+        self._take(self._journal.append(entry | {"run": run, "statement": statement}))
+
+    def charge(self, run: str, plan: TrainingPlan, *, stop: int) -> None:
+        """Charge a run's steps below `stop`; what its segment has paid for already stays paid.
+
+        Args:
+          run: name of the run, of which a segment is open.
+          plan: its plan.
+          stop: the first step that may NOT draw noise after this.
+
+        Raises:
+          ValueError: the plan does not pay for so many steps, or no segment is open.
+          OSError: the ledger could not be written; nothing may be released.
+        """
+        remedy = f"The plan pays for {plan.steps} steps; plan more of them before training."
+        _check.integer("stop", stop, at_least=0, at_most=plan.steps, remedy=remedy)
+        segments = self.segments(run)
+        if not segments or segments[-1].statement is None:
+            expected = f"one of {self.runs} that has a plan"
+            _check.fail("run", expected, run, "Call open_segment first, with the plan.")
+        if stop > segments[-1].charged:
+            event = _encode(cost(plan, segments[-1].start, stop))
+            entry = {"run": run, "kind": "charge", "stop": stop, "event": event}
+            self._take(self._journal.append(entry))
+
+    def spent(self, run: str | None = None, *, delta: float | None = None) -> PrivacySpent:
+        """What a run has spent at most, or all runs of the folder together.
+
+        Args:
+          run: name of one run; all of them by default.
+          delta: in (0, 1); by default the largest among the plans.
+
+        Returns:
+          As `jdp.accounting.privacy_spent`, from the composition of all that was charged.
+
+        Raises:
+          ValueError: nothing is known of the run, or the runs' adjacencies or accountants differ.
+        """
+        if run is not None and run not in self.runs:
+            _check.fail("run", f"one of {self.runs}", run, f"The ledger is {self.path}.")
+        segments = [own for name in ([run] if run else self.runs) for own in self.segments(name)]
+        charged = [(own.event, own.statement) for own in segments if own.statement]
+        kinds = {(statement["adjacency"], statement["accountant"]) for _, statement in charged}
+        if len(kinds) > 1:
+            remedy = "Ask for one run; there is no account of all of them together."
+            _check.fail("run", "of one adjacency and accountant", sorted(kinds), remedy)
+        adjacency, accountant = kinds.pop() if kinds else ("zero-out", "pld")
+        if delta is None:
+            delta = max((float(statement["delta"]) for _, statement in charged), default=0.5)
+        event = dpa.ComposedDpEvent([event for event, _ in charged])
+        own: Any = {"accountant": accountant, "adjacency": adjacency}
+        return accounting.privacy_spent(event, delta=float(delta), **own)
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        """Follow a line that the disk has."""
+        own = self._segments.setdefault(entry["run"], [])
+        if entry["kind"] == "charge":
+            event = _decode(entry["event"])
+            own[-1] = dataclasses.replace(own[-1], charged=entry["stop"], event=event)
+            return
+        nonce = tuple(entry["nonce"]) if entry["nonce"] else None
+        rest = (entry["start"], dpa.NoOpDpEvent(), entry["statement"])
+        place = (entry["number"], entry["run"], entry["start"])
+        own.append(Segment(*place, entry["queries"], nonce, *rest))
+
+
+def check_name(run: str) -> str:
+    """Return the name of a run, which also names a folder."""
+    if not isinstance(run, str) or not _NAME.fullmatch(run):
+        expected = 'letters, digits, and "-", "_" or "." after the first'
+        _check.fail("run", expected, run, "Take a plain name.")
+    return run
+
+
+def cost(plan: TrainingPlan, start: int, stop: int) -> Event:
+    """The event of a run's steps in a range; all of it where the plan is no sequence of steps.
+
+    A record that is seen once an epoch is seen once more where the range begins within an epoch.
+
+    >>> import jdp
+    >>> plan = jdp.plan(10, 5, 8, noise_multiplier=1.0, delta=1e-5, sampling="fixed-batches")
+    >>> cost(plan, 0, 4).count, cost(plan, 1, 3).count  # epochs have two steps
+    (2, 2)
+    """
+    if type(plan) is not TrainingPlan:
+        return plan.event
+    skipped = start % getattr(plan.sampler, "steps_per_epoch", 1)
+    return plan.sampler.event(float(plan.noise_multiplier), stop - start + skipped)
+
+
+def _encode(event: Any) -> Any:
+    """An event as plain values: its class, and its fields."""
+    if isinstance(event, dpa.DpEvent):
+        names = [field.name for field in type(event).__attrs_attrs__]  # pyright: ignore
+        own = {name: _encode(getattr(event, name)) for name in names}
+        return {"type": type(event).__name__, **own}
+    return [_encode(part) for part in event] if isinstance(event, list) else event
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        fields = {name: _decode(part) for name, part in value.items() if name != "type"}
+        return getattr(dpa, value["type"])(**fields)
+    return [_decode(part) for part in value] if isinstance(value, list) else value
