@@ -86,7 +86,9 @@ def task():
     return _lora_baselines.Problem(diffusion, base, start, public, 20)
 
 
-@pytest.mark.parametrize("method", ["non-private", "pda-dpmd"])
+@pytest.mark.parametrize(
+    "method", ["non-private", pytest.param("pda-dpmd", marks=pytest.mark.slow)]
+)
 def test_training_moves_adapters_and_leaves_the_base(task, method):
     before = jax.tree.map(lambda leaf: np.asarray(leaf).tobytes(), task.base)
     plan = _lora_baselines.plans(SMOKE.baseline, 16, 4.0, 1e-5, "replace-one")
@@ -141,6 +143,7 @@ def smoke(tmp_path_factory):
     return args, hypernet_lora.main(args)
 
 
+@pytest.mark.slow
 def test_smoke_run_leaves_a_report_and_pictures(smoke):
     args, brief = smoke
     assert json.loads(json.dumps(brief))["experiment"] == "hypernet_lora"
@@ -156,6 +159,7 @@ def test_smoke_run_leaves_a_report_and_pictures(smoke):
     assert table.count("\n") == 6 and "against other sets" in table and "epsilon 4" in table
 
 
+@pytest.mark.slow
 def test_finished_stages_are_not_run_again(smoke, monkeypatch):
     args, brief = smoke
     for module, name in (
