@@ -29,14 +29,16 @@ class Setting:
       clip_norm: of a record's gradient.
       learning_rates: the grid that every method's learning rate is chosen from.
       free_steps: of the methods that spend no privacy: non-private, and the public stage.
+      public_learning_rate: of the public stage.
       mixing: weight of the private update in pda-dpmd.
     """
 
     steps: int = 50
     batch_size: int = 32
     clip_norm: float = 1e-2
-    learning_rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2)
+    learning_rates: tuple[float, ...] = (1e-2, 3e-2, 1e-1, 3e-1)
     free_steps: int = 200
+    public_learning_rate: float = 1e-3
     mixing: float = 0.5
 
 

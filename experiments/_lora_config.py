@@ -115,7 +115,7 @@ FULL = Config(
     hyper_steps=200 * 30_000 // 4,
     hyper_sets=4,
     hyper_records=128,
-    baseline=Setting(steps=400, free_steps=3_000),
+    baseline=Setting(steps=400, free_steps=3_000, learning_rates=(1e-3, 3e-3, 1e-2, 3e-2)),
     tuning_sets=8,
     tuning_samples=1_024,
     candidates=5_000,

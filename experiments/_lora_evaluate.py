@@ -38,7 +38,7 @@ def _start(method: str, task: Problem, config: Config, folder: _run.Folder, key)
     path = folder.path / "public.msgpack"
     if not path.exists():
         train = _lora_baselines.trainer(task, config.baseline, "public")
-        rate = config.baseline.learning_rates[0]
+        rate = config.baseline.public_learning_rate
         _lora_stages.save(path, train(task.start, task.public, rate, key, None))
     return _lora_stages.load(path, task.start)
 
