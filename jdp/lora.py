@@ -7,7 +7,7 @@ concern them alone and the base parameters are never written to.
 
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +76,7 @@ def merge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
       Parameters of the same structure, shapes and dtypes.
 
     Raises:
+      TypeError: `adapters` has another form.
       ValueError: an adapter fits no leaf.
 
     >>> import jax.numpy as jnp
@@ -87,15 +88,18 @@ def merge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     shapes = {_name(path): jnp.shape(leaf) for path, leaf in leaves}
+    pairs = isinstance(adapters, Mapping) and all(
+        isinstance(factors, Mapping) and factors.keys() == {"down", "up"}
+        for factors in adapters.values()
+    )
+    if not pairs:
+        expected = 'of the form {path: {"down": ..., "up": ...}}'
+        _check.fail("adapters", expected, adapters, "Make them with lora.init.", TypeError)
     for path, factors in adapters.items():
-        shape = shapes.get(path)
-        (rank, rows), (other, columns) = jnp.shape(factors["down"]), jnp.shape(factors["up"])
-        if (
-            shape is None
-            or (math.prod(shape[:-1]), *shape[-1:]) != (rows, columns)
-            or rank != other
-        ):
-            got = _check.Words(f"factors {(rank, rows)} and {(other, columns)} at {path}: {shape}")
+        shape, (down, up) = shapes.get(path), (jnp.shape(factors[name]) for name in ("down", "up"))
+        matrix = shape and (math.prod(shape[:-1]), shape[-1])
+        if len(down) != 2 or len(up) != 2 or down[0] != up[0] or matrix != (down[1], up[1]):
+            got = _check.Words(f"factors {down} and {up} at {path}: {shape}")
             remedy = "Make adapters with lora.init for these very parameters."
             _check.fail("adapters", "factors (r, n) and (r, m) of an n x m leaf", got, remedy)
 
@@ -124,7 +128,7 @@ def unmerge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
       The base parameters.
 
     Raises:
-      ValueError: as `merge`.
+      TypeError, ValueError: as `merge`.
 
     >>> import jax.numpy as jnp
     >>> from jdp import lora

@@ -121,6 +121,10 @@ def test_half_precision_and_lists_and_vmap():
         (lambda p: lora.init(jax.random.key(0), p, "out/kernel", rank=5), "`rank`.*at most 4"),
         (lambda p: lora.init(jax.random.key(0), p, "out/kernel", rank=0), "`rank`"),
         (lambda p: lora.merge({"w": jnp.ones((2, 2))}, adapters_of(p)), "`adapters`"),
+        (
+            lambda p: lora.merge({"w": p}, {"w": {"down": jnp.ones(2), "up": jnp.ones((1, 2))}}),
+            "`adapters`.*at w",
+        ),
         (lambda p: lora.tokenise(adapters_of(p), 0), "`length`"),
         (lambda p: lora.tokenise({}, 2), "`adapters`"),
         (lambda p: lora.detokenise(jnp.ones((3, 6)), adapters_of(p)), "`tokens`.*16 tokens"),
@@ -135,3 +139,9 @@ def test_bad_input_is_named(params, call, match):
 def test_patterns_are_strings(params):
     with pytest.raises(TypeError, match="`patterns`"):
         lora.init(jax.random.key(0), params, (), rank=1)
+
+
+@pytest.mark.parametrize("adapters", [None, {"w": 1}, {"w": {"down": jnp.ones((1, 2))}}])
+def test_adapters_are_pairs_of_factors(adapters):
+    with pytest.raises(TypeError, match="`adapters`.*down"):
+        lora.merge({"w": jnp.ones((2, 2))}, adapters)
