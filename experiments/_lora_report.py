@@ -65,7 +65,7 @@ def report(summary: dict[str, Any]) -> str:
         f"delta {summary['delta']:g}, {summary['adjacency']}; distances in features of {network}",
         "",
         f"{'method':<22}{'epsilon':<10}{FRECHET:<20}{'mismatched sets':<18}"
-        f"{'sets better':<14}{'kernel distance':<18}learning rate",
+        f"{'sets better':<14}{'kernel distance':<22}learning rate",
     ]
     for name, row in summary["methods"].items():
         epsilon = "-" if row["epsilon"] is None else f"{row['epsilon']:g}"
@@ -77,7 +77,7 @@ def report(summary: dict[str, Any]) -> str:
         kernel = f"{row['kernel_mean']:.2f} +- {row['kernel_std']:.2f}"
         lines.append(
             f"{row['method']:<22}{epsilon:<10}{spread:<20}{row['mismatched_mean']:<18.1f}"
-            f"{better:<14}{kernel:<18}{'' if rate is None else f'{rate:g}'}"
+            f"{better:<14}{kernel:<22}{'' if rate is None else f'{rate:g}'}"
         )
     lines += ["", "mean +- standard deviation over sets; mismatched: the same samples, other sets"]
     scales = ", ".join(f"{eps}: {own['std']:.3g}" for eps, own in summary["noise"].items())
@@ -90,7 +90,7 @@ def draw_distances(folder: pathlib.Path):
     from matplotlib.figure import Figure
 
     summary = _run.read_json(folder / "summary.json")
-    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    figure = Figure(figsize=(8.5, 4.2), layout="constrained")
     axes = figure.subplots()
     epsilons = sorted(summary["epsilons"])
     rows = summary["methods"].values()
@@ -116,7 +116,7 @@ def draw_distances(folder: pathlib.Path):
     axes.set_xlabel(f"epsilon (delta {summary['delta']:g}, {summary['adjacency']})")
     axes.set_ylabel("Frechet distance to the private set")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(folder / "distances.png", dpi=150)
 
 

@@ -1,4 +1,4 @@
-"""The table of README.md from a `summary.json` of `experiments.hypernet_lora`."""
+"""The tables of README.md from a `summary.json` of `hypernet_lora` and of `hypernet_head`."""
 
 from typing import Any
 
@@ -16,7 +16,8 @@ def markdown(summary: dict[str, Any]) -> str:
     """One row a method, one column an epsilon: mean and standard deviation over private sets."""
     epsilons = sorted(summary["epsilons"])
     heads = [f"epsilon {epsilon:g}" for epsilon in epsilons]
-    lines = [f"| Frechet distance | {' | '.join(heads)} | not private |"]
+    lines = [f"`{summary['provenance']['command']}`", ""]
+    lines.append(f"| Frechet distance | {' | '.join(heads)} | not private |")
     lines.append("| --- |" + " --- |" * (len(epsilons) + 1))
     rows = list(summary["methods"].values())
     best = {
@@ -41,4 +42,20 @@ def markdown(summary: dict[str, Any]) -> str:
         lines.append(line(LABELS.get(method, method), method, "frechet"))
         if method == "dp-deepsets":
             lines.append(line("the same samples, against other sets", method, "mismatched"))
+    return "\n".join(lines) + "\n"
+
+
+def head_markdown(summary: dict[str, Any]) -> str:
+    """One row an epsilon, one column a size: the accuracies of the private methods."""
+    methods = ("dp-deepsets", "noisy mean", "dp-sgd")
+    setting = summary["setting"]
+    sizes, epsilons = setting["sizes"], setting["epsilons"]
+    lines = [f"`{summary['provenance']['command']}`", ""]
+    heads = [f"N {size:,}" for size in sizes]
+    lines.append(f"| {' / '.join(methods)} | {' | '.join(heads)} |")
+    lines.append("| --- |" + " --- |" * len(sizes))
+    for epsilon in epsilons:
+        rows = [summary["cells"][f"epsilon {epsilon:g}, N {size}"] for size in sizes]
+        cells = [" / ".join(f"{100 * row[m]['mean']:.1f}" for m in methods) for row in rows]
+        lines.append(f"| epsilon {epsilon:g} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
