@@ -55,6 +55,19 @@ def quick_compilation(request):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+# Threefry takes longest to compile. Where noise is not what is tested, keys are of another kind.
+QUICK_KEYS = ("test_bookkeeping", "test_models", "test_interop", "test_lora", "test_unet")
+QUICK_KEYS += ("test_speed", "test_linear_probe", "test_experiments", "test_hypernet_lora")
+
+
+@pytest.fixture(autouse=True)
+def quick_keys(request):
+    quick = request.module.__name__.split(".")[-1].startswith(QUICK_KEYS)
+    jax.config.update("jax_default_prng_impl", "rbg" if quick else "threefry2x32")
+    yield
+    jax.config.update("jax_default_prng_impl", "threefry2x32")
+
+
 @pytest.fixture
 def key():
     return jax.random.key(20210212)

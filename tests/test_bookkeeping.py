@@ -51,7 +51,7 @@ class Attention(nn.Module):
 
 
 def of_module(module, inputs):
-    params = module.init(jax.random.key(0), inputs[0])["params"]
+    params = jax.jit(module.init)(jax.random.key(0), inputs[0])["params"]
 
     def loss(params, example):
         logits = module.apply({"params": params}, example[0])

@@ -25,7 +25,7 @@ def _cross_entropy(logits, label):
 
 def _linen():
     model = linen.Sequential([linen.Dense(5), linen.LayerNorm(), jnp.tanh, linen.Dense(3)])
-    params = model.init(jax.random.key(0), X[:1])["params"]
+    params = jax.jit(model.init)(jax.random.key(0), X[:1])["params"]
     return params, lambda p, e: _cross_entropy(model.apply({"params": p}, e[0][None])[0], e[1])
 
 
@@ -127,7 +127,7 @@ def test_gep_with_groups(make, key):
 
 def test_batch_statistics_are_refused():
     model = linen.BatchNorm(use_running_average=False)
-    variables = model.init(jax.random.key(0), X)
+    variables = jax.jit(model.init)(jax.random.key(0), X)
     assert "batch_stats" in variables
     with pytest.raises(ValueError, match="GroupNorm"):
         jdp.per_example_grad(lambda v, e: 0.0)(variables, (X, Y))

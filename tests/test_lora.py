@@ -19,7 +19,7 @@ class Block(nn.Module):
 
 @pytest.fixture(scope="module")
 def params():
-    return Block().init(jax.random.key(0), jnp.ones((4, 4, 2)))["params"]
+    return jax.jit(Block().init)(jax.random.key(0), jnp.ones((4, 4, 2)))["params"]
 
 
 def adapters_of(params, patterns=("qkv/kernel", "*conv/kernel"), rank=2):

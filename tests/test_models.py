@@ -38,7 +38,7 @@ def test_patch_convolution_equals_flax(size, stride, padding):
     images = _images((13, 13, 2))
     ours = models.PatchConv(5, size, stride, padding)
     theirs = nn.Conv(5, (size, size), stride, padding)
-    params = theirs.init(jax.random.key(0), images)
+    params = jax.jit(theirs.init)(jax.random.key(0), images)
     shapes = jax.tree.map(jnp.shape, params)
     assert jax.tree.map(jnp.shape, ours.init(jax.random.key(0), images)) == shapes
     np.testing.assert_allclose(ours.apply(params, images), theirs.apply(params, images), atol=1e-5)
