@@ -29,16 +29,25 @@ def _show(value: Any) -> str:
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     if isinstance(value, Words):
         return str(value)
-    if isinstance(value, dict | list | tuple) and any(map(_is_array, jax.tree.leaves(value))):
-        # What an array in it holds may be private.
-        shapes = jax.tree.map(lambda own: Words(own.shape) if _is_array(own) else own, value)
-        return f"{type(value).__name__} of arrays with shapes {shapes}"
+    if isinstance(value, dict | list | tuple):
+        value = _without_values(value)
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray)
+def _without_values(value: Any) -> Any:
+    """The same containers, with words for arrays: what these hold may be private."""
+    if isinstance(value, dict):
+        return {key: _without_values(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_values, value))
+    if isinstance(value, jax.Array | np.ndarray):
+        return _Bare(f"an array of shape {value.shape}")
+    return value
+
+
+class _Bare(str):
+    __repr__ = str.__str__
 
 
 def _number(value: float) -> str:

@@ -647,6 +647,13 @@ def test_a_wrong_call_is_named_before_private_data_is_touched(row, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
+def test_messages_do_not_show_what_arrays_hold():
+    secret = {"a": [jnp.array(12345.0)], "b": np.array([12345.0])}
+    with pytest.raises(TypeError, match="array of shape") as raised:
+        jdp.add_noise(KEY, clipped().merge(secret), 1.0)
+    assert "12345" not in str(raised.value)
+
+
 def test_the_table_is_as_long_as_promised():
     assert len(ROWS) >= 120
 
