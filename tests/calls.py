@@ -66,6 +66,7 @@ def update(make):
     return call
 
 
+ADAPTERS = {"w": {"down": jnp.ones((1, 2)), "up": jnp.zeros((1, 3))}}
 TX = {"noise_multiplier": 1.0, "batch_size": 4, "key": KEY}
 GEP = TX | {"rank": 2, "clip_norms": (1.0, 0.2), "public_gradients": public}
 BIASED = TX | {"rank": 2, "clip_norm": 1.0, "public_gradients": public}
@@ -528,6 +529,14 @@ CALLS = {
     ),
     "subspace.project": (subspace.project, {"bases": bases(), "per_example": GRADIENTS}),
     "subspace.lift": (subspace.lift, {"bases": bases(), "coordinates": [jnp.ones((4, 2))]}),
+    # adapters
+    "lora.init": (jdp.lora.init, {"key": KEY, "params": PARAMS, "patterns": "w", "rank": 1}),
+    "lora.merge": (jdp.lora.merge, {"params": PARAMS, "adapters": ADAPTERS, "scale": 1.0}),
+    "lora.unmerge": (jdp.lora.unmerge, {"params": PARAMS, "adapters": ADAPTERS, "scale": 1.0}),
+    "lora.token_length": (jdp.lora.token_length, {"adapters": ADAPTERS}),
+    "lora.tokenise": (jdp.lora.tokenise, {"adapters": ADAPTERS, "length": 2}),
+    "lora.num_tokens": (jdp.lora.num_tokens, {"adapters": ADAPTERS, "length": 2}),
+    "lora.detokenise": (jdp.lora.detokenise, {"tokens": jnp.zeros((3, 2)), "like": ADAPTERS}),
     # hypernetworks
     "hypernet.plan_embedding": (
         hypernet.plan_embedding,

@@ -94,6 +94,13 @@ BEFORE_DATA = [
     ("hypernet_regression", "--methods ols", "--methods must be different ones", "but got ols"),
     ("hypernet_regression", "--dimensions 2", "--dimensions must be at least 4, but got (2,)"),
     ("hypernet_regression", "--seed -1", "--seed must be at least 0", "but got -1"),
+    ("hypernet_lora", "--sets 1", "--sets must be at least 2, but got 1"),
+    ("hypernet_lora", "--epsilons nan", "--epsilons must be at least 0.001, but got (nan,)"),
+    ("hypernet_lora", "--delta 0.5", "--delta must be above 0 and below 1 / 128 records of a set"),
+    ("hypernet_lora", "--config full", "--config full needs --checkpoint"),
+    ("hypernet_lora", "--checkpoint none.pt", "there is no none.pt, which --checkpoint names"),
+    ("hypernet_lora", "--smoke --config full", "--smoke has sizes of its own"),
+    ("hypernet_lora", "--seed -1", "--seed must be at least 0", "but got -1"),
     ("audit", "--draws 10", "--draws must be at least 1000, but got 10"),
     ("audit", "--only sgd", "--only must be different ones of dp-sgd", "but got sgd"),
     ("audit", "--delta 0", "--delta must lie between 0 and 1, but got 0.0"),
@@ -148,7 +155,7 @@ WITH_DATA = [
     ),
 ]
 EXPERIMENTS = ("gep", "gep_ablation", "search_gep", "linear_probe", "relu_regression")
-EXPERIMENTS += ("hypernet_regression", "audit", "speed", "gep_table", "pate")
+EXPERIMENTS += ("hypernet_lora", "hypernet_regression", "audit", "speed", "gep_table", "pate")
 BATCH = {"gep": "digits", "pate": "digits", "search_gep": "digits"}
 
 

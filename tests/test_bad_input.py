@@ -494,6 +494,17 @@ ROWS = [
         "`per_example['w']` must be of",
     ),
     ("subspace.lift", {"coordinates": [jnp.ones((4, 3))]}, V, "`coordinates` must be for each"),
+    ("lora.init", {"key": 0}, T, "`key` must be one typed PRNG key"),
+    ("lora.init", {"patterns": "v"}, V, "`patterns` must be such that each matches"),
+    ("lora.init", {"patterns": 1}, T, "`patterns` must be one shell pattern or more"),
+    ("lora.init", {"rank": 3}, V, "`rank` must be at most 2"),
+    ("lora.merge", {"adapters": {"w": 1}}, T, "`adapters` must be of the form"),
+    ("lora.merge", {"params": {"v": jnp.ones((2, 3))}}, V, "`adapters` must be factors (r, n) and"),
+    ("lora.unmerge", {"scale": NAN}, V, "`scale` must be a finite number"),
+    ("lora.token_length", {"adapters": {}}, V, "`adapters` must be a pytree of vectors"),
+    ("lora.tokenise", {"length": 0}, V, "`length` must be an integer >= 1"),
+    ("lora.num_tokens", {"adapters": {"w": 1}}, V, "`adapters` must be a pytree of vectors"),
+    ("lora.detokenise", {"tokens": jnp.zeros((4, 2))}, V, "`tokens` must be 3 tokens of length 2"),
     ("hypernet.plan_embedding", {"releases": 0}, V, "`releases` must be an integer >= 1"),
     ("hypernet.plan_embedding", {"num_records": 0}, V, "`num_records` must be an integer >= 1"),
     ("hypernet.EmbeddingPlan.std", {"clip_norm": -1.0}, V, "`clip_norm` must be a finite number"),
@@ -572,7 +583,7 @@ EXCUSED = {
     "a name, of which nothing may be known": ("Ledger.segments",),
 }  # fmt: skip
 MODULES = ("", "accounting", "auditing", "checkpoints", "ledger", "pate", "public_data")
-MODULES += ("relu_regression", "sampling", "subspace", "hypernet")
+MODULES += ("relu_regression", "sampling", "subspace", "hypernet", "lora")
 
 
 def _resolve(name):
