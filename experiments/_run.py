@@ -165,6 +165,8 @@ class _Lock:
             raise UsageError(
                 f"another process is at work in {path}. Wait for it, or choose another --out"
             ) from None
+        except OSError:
+            pass  # a file system (NFS, for one) that locks no folders
 
     def __del__(self):
         if self._file >= 0:
