@@ -77,6 +77,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--every", type=int, default=50, help="steps of a chunk")
+    parser.add_argument("--save-every", type=float, default=60.0, help="seconds to a checkpoint")
     args = parser.parse_args()
     x = jax.random.normal(jax.random.key(2), (2_000, 64))
     y = jnp.arange(2_000) % 10
@@ -90,7 +91,7 @@ def main():
         for name in ("dp-sgd", "gep"):
             step, state = program(name, x, y, plan)
             run = jdp.ResumableRun(
-                ledger, plan, state, step, data="noise", name=name, save_every=5.0
+                ledger, plan, state, step, data="noise", name=name, save_every=args.save_every
             )
             advance = jax.jit(
                 lambda start, stop, state, step=step: jax.lax.fori_loop(start, stop, step, state)
