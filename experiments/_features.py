@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments import datasets
+from experiments._options import UNREADABLE
 from experiments._run import UsageError, progress
 
 SIZE = 128  # pixels to a side of the network's input; the images are enlarged
@@ -65,9 +66,9 @@ def read(path: pathlib.Path) -> Features:
     if not path.exists():
         raise UsageError(f"there is no {path}. --features takes the path of a .npz file")
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = [np.asarray(arrays[name]) for name in NAMES]
-    except (OSError, ValueError, KeyError, TypeError):
+    except UNREADABLE:
         found = []
     problem = _problem(*found) if found else "is no .npz file with these arrays"
     if problem:

@@ -52,9 +52,9 @@ class Args:
     eval_every: int | None = None
     """Steps between two evaluations; by default a twentieth of the run."""
     devices: int = 1
-    """How many devices share the private data and every batch."""
+    """How many devices share the private data and every batch; pate has one."""
     smoke: bool = False
-    """Only check that everything works: 1 seed, 4 steps, 200 examples, rank 8."""
+    """Only check that everything works: 1 seed, 4 steps, 200 examples, rank 8, where not given."""
     epochs: float | None = None
     """Passes over the private data, instead of --steps."""
     steps: int | None = None
@@ -127,6 +127,11 @@ def check(args: Args):
     if not 1 <= args.devices <= available:
         remedy = "on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N virtual ones"
         raise UsageError(f"--devices must be 1 to {available}, but got {args.devices}; {remedy}")
+    if args.devices > 1 and "pate" in args.methods:
+        raise UsageError(
+            f"--devices must be 1 for pate, whose teachers are trained on one, but got "
+            f"{args.devices}; run pate by itself"
+        )
     if args.learning_rate and len(args.learning_rate) not in (1, len(args.methods)):
         raise UsageError("--learning-rate takes one value, or one for each of --methods")
     if args.steps is not None and args.epochs is not None:

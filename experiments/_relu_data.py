@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments._options import UNREADABLE
 from experiments._run import UsageError
 from jdp.relu_regression import predict
 
@@ -122,12 +123,13 @@ def table(name: str, folder: pathlib.Path | None = None) -> Table | None:
         x, y = map(np.asarray, load_diabetes(return_X_y=True))
     elif not path.exists():
         return None
-    elif path.suffix == ".npz":
-        with np.load(path) as parts:
-            rows = np.concatenate([parts["train"], parts["test"]])
-        x, y = np.sign(rows[:, :-1]) * np.log1p(np.abs(rows[:, :-1])), np.log1p(rows[:, -1])
     else:
-        x, y = _csv(path, target, drop)
+        try:
+            x, y = _npz(path) if path.suffix == ".npz" else _csv(path, target, drop)
+        except UNREADABLE as error:
+            raise UsageError(
+                f"{path} is not the table {name}; bring it back, or leave it out of --tables"
+            ) from error
     order = np.random.RandomState(0).permutation(len(y))
     x, y = x[order], y[order]
     public = min(NUM_PUBLIC, len(y) // 10)
@@ -142,6 +144,12 @@ def table(name: str, folder: pathlib.Path | None = None) -> Table | None:
     private, test = slice(public, end), slice(end, None)
     parts = (z[private], y[private], z[:public], y[:public], z[test], y[test])
     return Table(*parts, scale=float(top), source=source)
+
+
+def _npz(path: pathlib.Path):
+    with path.open("rb") as file, np.load(file) as parts:
+        rows = np.concatenate([parts["train"], parts["test"]])
+    return np.sign(rows[:, :-1]) * np.log1p(np.abs(rows[:, :-1])), np.log1p(rows[:, -1])
 
 
 def _csv(path: pathlib.Path, target: str | None, drop: tuple[str, ...]):

@@ -8,18 +8,17 @@ import pathlib
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 import jdp
+from experiments import _options
+from experiments._options import UsageError as UsageError
 
 VERSIONS = ("jdp", "jax", "jaxlib", "flax", "optax", "dp-accounting", "numpy")
-
-
-class UsageError(Exception):
-    """What the user asked for cannot be done; the message says what to do instead."""
 
 
 class Keys(NamedTuple):
@@ -83,10 +82,15 @@ class Folder:
     """A run folder that remembers finished pieces, so that an interrupted run is taken up again.
 
     `results.json` holds each finished piece with its configuration. A piece of another
-    configuration is refused, so results of different settings are never mixed.
+    configuration is refused, so results of different settings are never mixed. Refused is also a
+    folder with the results of another experiment, or in which another process is at work.
+
+    Args:
+      path: is created where missing.
+      experiment: whose results they are.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, experiment: str):
         self.path = pathlib.Path(path)
         self._file = self.path / "results.json"
         try:
@@ -94,10 +98,17 @@ class Folder:
             probe = self.path / f".{os.getpid()}.tmp"
             probe.touch()
             probe.unlink()
+            self._lock = _Lock.of(self.path)
         except OSError as error:
             raise UsageError(
                 f"cannot write to {self.path}: {error.strerror}. Choose another --out"
             ) from error
+        owner = _owner(self.path / "summary.json")
+        if owner not in (None, experiment):
+            raise UsageError(
+                f"{self.path} has a summary of {owner}, which {experiment} would overwrite; "
+                "choose another --out"
+            )
         try:
             pieces = read_json(self._file) if self._file.exists() else {}
             assert isinstance(pieces, dict)
@@ -136,6 +147,54 @@ class Folder:
         self._pieces[piece] = json.loads(json.dumps({"config": config, "result": result}))
         write_json(self._file, self._pieces)
         return self._pieces[piece]["result"]
+
+
+class _Lock:
+    """A folder that no other process may work in: each would undo what the other one wrote."""
+
+    _file = -1
+    _held: "weakref.WeakValueDictionary[pathlib.Path, _Lock]" = weakref.WeakValueDictionary()
+
+    def __init__(self, path: pathlib.Path):
+        import fcntl  # not on Windows
+
+        self._file = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another process is at work in {path}. Wait for it, or choose another --out"
+            ) from None
+        except OSError:
+            pass  # a file system (NFS, for one) that locks no folders
+
+    def __del__(self):
+        if self._file >= 0:
+            os.close(self._file)
+
+    @classmethod
+    def of(cls, path: pathlib.Path) -> "_Lock":
+        """The lock of a folder, one for all of this process."""
+        path = path.resolve()
+        lock = cls._held.get(path) or cls(path)
+        cls._held[path] = lock
+        return lock
+
+
+def _owner(summary: pathlib.Path) -> str | None:
+    """The experiment that wrote a summary; None where there is none, or it does not say."""
+    if not summary.exists():
+        return None
+    try:
+        found = read_json(summary)
+        name = found.get("experiment")
+        if name is None:  # of an older version
+            name = found["provenance"]["command"].split()[2].removeprefix("experiments.")
+            name = {"pate": "gep", "gep_table": "gep"}.get(name, name)
+            name = name if pathlib.Path(__file__).with_name(f"{name}.py").exists() else None
+        return name
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return "another program"
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -208,16 +267,20 @@ def command_line(args_type: type, main: Callable[[Any], dict[str, Any]]):
     """Parse the arguments, run, and print the result as one JSON object on the last line."""
     import tyro
 
-    description = sys.modules[main.__module__].__doc__
-    args = tyro.cli(args_type, description=description)
+    module = sys.modules[main.__module__]
+    words = [word for word in sys.argv[1:] if word != "--debug"]
+    about = f"{module.__doc__}\nErrors are one line; with --debug they show where they happened."
+    args = tyro.cli(args_type, description=about, args=words)
     try:
+        if getattr(args, "smoke", False):
+            _options.check_smoke(args, getattr(module, "SMOKE", {}), words)
         result = main(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except (ValueError, TypeError, OSError, ArithmeticError) as error:
-        if os.environ.get("JDP_DEBUG"):
+    except (UsageError, ValueError, TypeError, OSError, ArithmeticError) as error:
+        if "--debug" in sys.argv:
             raise
-        print(f"error: {str(error).splitlines()[0]} (JDP_DEBUG=1 shows where)", file=sys.stderr)
+        text = str(error)
+        if not isinstance(error, UsageError):
+            text = f"{(text.splitlines() or [type(error).__name__])[0]} (--debug shows where)"
+        print(f"error: {text}", file=sys.stderr)
         raise SystemExit(2) from None
     print(json.dumps(result), flush=True)

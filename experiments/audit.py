@@ -33,10 +33,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import _audit_tables, _audit_training, _audit_twins, _run
+from experiments import _audit_tables, _audit_training, _audit_twins, _options, _run
 from experiments._audit_cases import MECHANISMS, PENDING
 from experiments._audit_frame import Case, Claim, gaussian
-from experiments._run import UsageError
 from jdp import auditing
 from jdp.auditing import first_half, lower_confidence
 
@@ -71,19 +70,19 @@ class Args:
     out: pathlib.Path | None = None
     """Run folder; by default runs/audit."""
     smoke: bool = False
-    """Only check that everything works: some rows, few draws."""
+    """Only check that everything works: some rows, few draws, where not given."""
 
 
-SMOKE = ("dp-sgd", "pate, labels", "half the noise", "one run, dp-sgd")
+SMOKE: dict[str, Any] = {"draws": 2_000, "canaries": 200, "repeats": 2}
+SMOKE |= {"only": ("dp-sgd", "pate, labels", "half the noise", "one run, dp-sgd")}
 
 
 def main(args: Args) -> dict[str, Any]:
     """Run the audits and return the summary."""
     if args.smoke:
-        few: dict[str, Any] = {"draws": 2_000, "canaries": 200, "repeats": 2}
-        args = dataclasses.replace(args, only=args.only or SMOKE, **few)
+        args = _options.smaller(args, SMOKE)
     check(args)
-    folder = _run.Folder(args.out or pathlib.Path("runs", "audit"))
+    folder = _run.Folder(args.out or pathlib.Path("runs", "audit"), "audit")
     tasks = [
         (part, name)
         for part, names in zip(
@@ -123,19 +122,10 @@ def main(args: Args) -> dict[str, Any]:
 
 def check(args: Args):
     """Refuse what can be refused before any work."""
-    known = {"parts": PARTS, "only": NAMES}
-    for key, names in known.items():
-        given = getattr(args, key)
-        unknown = [name for name in given if name not in names]
-        if unknown or len(set(given)) < len(given) or (key == "parts" and not given):
-            got = " ".join(map(repr, unknown or given)) or "nothing"
-            raise UsageError(f"--{key} must be different ones of {', '.join(names)}, but got {got}")
-    for key, low in {"draws": 1_000, "canaries": 100, "repeats": 1, "seed": 0}.items():
-        value = getattr(args, key)
-        if value < low:
-            raise UsageError(f"--{key} must be at least {low}, but got {value}")
-    if not 0 < args.delta < 1:
-        raise UsageError(f"--delta must be between 0 and 1, but got {args.delta}")
+    _options.check_names(args, {"parts": PARTS, "only": NAMES}, none=("only",))
+    _options.check_least(args, {"draws": 1_000, "canaries": 100, "repeats": 1})
+    _options.check_delta(args.delta)
+    _options.check_seed(args.seed)
 
 
 def piece(args: Args, folder: _run.Folder, part: str, name: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pathlib
 
 import numpy as np
 
+from experiments._options import UNREADABLE
 from experiments._run import UsageError, progress
 
 NAMES = ("mnist-5k", "digits", "mnist", "cifar10", "svhn_cropped")
@@ -222,12 +223,19 @@ def _downloaded(name: str, data_dir, limit: int | None) -> tuple[Part, Part, str
     folder = _data_dir(data_dir)
     if name == "svhn_cropped" and not (folder / name).exists() and (folder / SVHN_SHEET).exists():
         images = _sheet(folder / SVHN_SHEET)
-        labels = np.load((folder / SVHN_SHEET).with_name("svhn_test_first10000_labels.npy"))
+        labels = _svhn_labels((folder / SVHN_SHEET).with_name("svhn_test_first10000_labels.npy"))
         source = "the first 10,000 images of SVHN's TEST split (8,000 to train, 2,000 to test)"
         return (images[:8_000], labels[:8_000]), (images[8_000:], labels[8_000:]), source
     builder = _prepared(name, folder)
     train, test = (_decode(builder, split, limit) for split in ("train", "test"))
     return train, test, f"tensorflow-datasets {name} {builder.version}"
+
+
+def _svhn_labels(path: pathlib.Path) -> np.ndarray:
+    try:
+        return np.load(path)
+    except UNREADABLE as error:
+        raise UsageError(f"{path} cannot be read; bring it back, or take others") from error
 
 
 def _prepared(name, folder):
@@ -258,8 +266,11 @@ def _decode(builder, split: str, limit: int | None) -> Part:
     home = os.environ.get("JDP_CACHE", pathlib.Path.home() / ".cache" / "jdp")
     cache = pathlib.Path(home) / f"{builder.name}-{builder.version}-{split}-{digest}.npz"
     if cache.exists():
-        with np.load(cache) as arrays:
-            return arrays["images"], arrays["labels"]
+        try:
+            with np.load(cache) as arrays:
+                return arrays["images"], arrays["labels"]
+        except UNREADABLE as error:
+            raise UsageError(f"{cache} cannot be read; delete it, and run again") from error
     source = builder.as_data_source(split if limit is None else f"{split}[:{limit}]")
     images, labels = [], []
     with progress(f"decode {builder.name} {split}", len(source)) as advance:
@@ -286,9 +297,10 @@ def _load_npy(path: pathlib.Path) -> np.ndarray:
     _need(path, "--anchors takes a path that exists.")
     error = UsageError(f"--anchors {path} must be an array of images, pixels from 0 to 255")
     try:
-        images = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:
+            images = np.load(file, allow_pickle=False)
         valid = images.ndim in (3, 4) and len(images) > 0 and np.isfinite(images).all()
-    except (OSError, ValueError, TypeError):
+    except UNREADABLE:
         raise error from None
     if not valid or images.min() < 0 or images.max() > 255:
         raise error
@@ -306,8 +318,11 @@ def _sheet(path: pathlib.Path) -> np.ndarray:
 
     grey = "gray" in path.name
     tile = 28 if grey else 32
-    with Image.open(path) as image:
-        pixels = np.asarray(image.convert("L" if grey else "RGB"))
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("L" if grey else "RGB"))
+    except UNREADABLE as error:
+        raise UsageError(f"{path} cannot be read; bring it back, or take others") from error
     pixels = pixels.reshape(*pixels.shape[:2], -1)
     rows, columns, channels = pixels.shape[0] // tile, pixels.shape[1] // tile, pixels.shape[2]
     tiles = pixels.reshape(rows, tile, columns, tile, channels).swapaxes(1, 2)

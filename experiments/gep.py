@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import _resume, _run, datasets, models
+from experiments import _options, _resume, _run, datasets, models
 from experiments._gep_args import Args, check
 from experiments._methods import (
     IN_SUBSPACE,
@@ -92,15 +92,16 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
 PAPER: dict[str, Any] = {"batch_size": 1_000, "weight_decay": 1e-4, "schedule": "step", "groups": 5}
 PAPER |= {"refresh_every": 10, "clip_norm": 10.0, "clip_norms": (10.0, 2.0)}
 PAPER_EPOCHS = 50
+SMOKE: dict[str, Any] = {"seeds": 1, "steps": 4, "batch_size": 32, "rank": 8, "max_examples": 200}
+SMOKE |= {"teachers": 10, "queries": 20}
 MODELS = {"mnist-5k": "mnist_cnn", "mnist": "mnist_cnn", "digits": "mlp"}
 
 
 def main(args: Args) -> dict[str, Any]:
     """Run the methods and return the summary."""
     if args.smoke:
-        small = {"seeds": 1, "steps": 4, "epochs": None, "batch_size": 32, "rank": 8}
-        small |= {"teachers": 10, "queries": 20}
-        args = dataclasses.replace(args, max_examples=200, **small)
+        instead = () if args.epochs is None else ("steps",)
+        args = _options.smaller(args, {k: v for k, v in SMOKE.items() if k not in instead})
     if not args.methods:
         public = args.num_public != 0
         methods = tuple(method for method in METHODS if public or method != "public-only")
@@ -118,7 +119,7 @@ def main(args: Args) -> dict[str, Any]:
 
     ending = "-smoke" if args.smoke else "-validation" if args.validation else ""
     default = pathlib.Path("runs", "gep", f"{args.dataset}-eps{args.epsilon:g}{ending}")
-    folder = _run.Folder(args.out or default)
+    folder = _run.Folder(args.out or default, "gep")
     shared = {key: getattr(args, key) for key in ("epsilon", "delta", "seed", "activation")}
     shared |= {"data": data.source, "model": name, "anchors": f"{len(anchors)} {args.anchors}"}
     pieces = {
@@ -182,6 +183,7 @@ def main(args: Args) -> dict[str, Any]:
                 "runs": runs,
             }
     summary = {
+        "experiment": "gep",
         "dataset": args.dataset,
         "epsilon": args.epsilon,
         "delta": args.delta,
@@ -214,8 +216,8 @@ def check_settings(
             raise UsageError(f"--rank {own.rank} exceeds what {anchors} anchors span")
         if own.subspace == "true-labels" and args.anchors != "in-distribution":
             raise UsageError("--subspace true-labels needs --anchors in-distribution")
-        if isinstance(own, PateSetting) and own.queries > anchors:
-            raise UsageError(f"--queries {own.queries} exceeds the {anchors} public images")
+        if isinstance(own, PateSetting):
+            _check_votes(own, size, anchors)
         if method == "class-means" and anchors < 2:
             raise UsageError(f"class-means needs 2 public images or more, but got {anchors}")
     for method in settings:
@@ -223,6 +225,19 @@ def check_settings(
             raise UsageError(f"{method} needs --num-public above 0; leave it out of --methods")
     if args.delta >= 1 / size:
         raise UsageError(f"--delta must be below 1 / {size:,} private images, but got {args.delta}")
+
+
+def _check_votes(own: PateSetting, size: int, anchors: int):
+    if own.queries > anchors:
+        raise UsageError(f"--queries {own.queries} exceeds the {anchors} public images")
+    if own.teachers > size:
+        raise UsageError(f"--teachers {own.teachers} exceeds the {size:,} private images")
+    if (own.threshold is None) != (own.answers is None):
+        raise UsageError("give --threshold and --answers together, or neither")
+    if own.threshold is not None and own.threshold > own.teachers:
+        raise UsageError(f"--threshold {own.threshold} exceeds the {own.teachers} teachers")
+    if own.answers is not None and own.answers > own.queries:
+        raise UsageError(f"--answers {own.answers} exceeds the {own.queries} queries")
 
 
 def setting(args: Args, method: str, size: int, model: str) -> Setting:

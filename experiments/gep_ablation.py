@@ -31,13 +31,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from experiments import _ablation_report, _ablation_subspace, _run, datasets, gep, models
+from experiments import _ablation_report, _ablation_subspace, _options, _run, datasets, gep, models
 from experiments._ablation_cases import CASES, SOURCES, Case
 from experiments._methods import Setting, budget, make_run
 from experiments._run import UsageError
 from experiments.datasets import Dataset
 
 PARTS = (*CASES, "error")
+SMOKE: dict[str, Any] = {"dataset": "digits", "seeds": 1, "batch_size": 16, "steps": 2}
 OPTIONS = ("anchors", "num_anchors")  # of a case, that are no hyper-parameters
 
 
@@ -66,7 +67,7 @@ class Args:
     out: pathlib.Path | None = None
     """Run folder; by default runs/gep_ablation/<data set>-eps<epsilon>."""
     smoke: bool = False
-    """Only check that everything works: digits, 1 seed, 2 steps."""
+    """Only check that everything works: digits, 1 seed, 2 steps, where not given."""
 
 
 class Study:
@@ -79,7 +80,7 @@ class Study:
         self.name = gep.MODELS[args.dataset]
         self.model = models.build(self.name, datasets.shape(args.dataset))
         default = pathlib.Path("runs", "gep_ablation", f"{args.dataset}-eps{args.epsilon:g}")
-        self.folder = _run.Folder(args.out or default)
+        self.folder = _run.Folder(args.out or default, "gep_ablation")
         self.shared = same | {"seed": args.seed, "data": self.data.source, "model": self.name}
 
     def setting(self, method: str, change: dict[str, Any]) -> Setting:
@@ -134,13 +135,15 @@ class Study:
         """What `experiments._ablation_subspace` measures in one run."""
         own = self.setting("gep", {})
         config = self.shared | dataclasses.asdict(own)
-        result = self.folder.get(f"error/{repeat}", config)
+        changes = {
+            name: change
+            for name, change in SOURCES.items()
+            if self.fits(Case("", "", "gep", change))
+        }
+        left_out = sorted(SOURCES.keys() - changes.keys())
+        piece = f"error{' without ' + ', '.join(left_out) if left_out else ''}/{repeat}"
+        result = self.folder.get(piece, config)
         if result is None:
-            changes = {
-                name: change
-                for name, change in SOURCES.items()
-                if self.fits(Case("", "", "gep", change))
-            }
             sources = {n: (self.setting("gep", c), self.anchors(c)) for n, c in changes.items()}
             size = len(self.data.train_labels)
             plan = budget("gep", own, size, self.args.epsilon, self.args.delta).plan
@@ -155,7 +158,7 @@ class Study:
                     _run.keys(self.args.seed, repeat),
                     advance,
                 )
-            result = self.folder.put(f"error/{repeat}", config, {"checkpoints": found})
+            result = self.folder.put(piece, config, {"checkpoints": found})
         return result["checkpoints"]
 
     def resnet_groups(self) -> list[dict[str, Any]]:
@@ -189,16 +192,18 @@ def _cost(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def check(args: Args):
+    """Refuse what can be refused before data is touched."""
+    _options.check_names(args, {"parts": PARTS})
+    names = ("epsilon", "delta", "seeds", "seed", "batch_size", "steps")
+    gep.check(gep.Args(**{name: getattr(args, name) for name in names}))
+
+
 def main(args: Args) -> dict[str, Any]:
     """Run the parts and return the summary."""
-    unknown = [part for part in args.parts if part not in PARTS]
-    if unknown or not args.parts:
-        raise UsageError(f"--parts must be some of {' '.join(PARTS)}, but got {unknown}")
-    if args.seeds < 1:
-        raise UsageError(f"--seeds must be at least 1, but got {args.seeds}")
-    gep.check(dataclasses.replace(gep.Args(), epsilon=args.epsilon, steps=args.steps))
     if args.smoke:
-        args = dataclasses.replace(args, dataset="digits", seeds=1, batch_size=16, steps=2)
+        args = _options.smaller(args, SMOKE)
+    check(args)
     study = Study(args)
     parts: dict[str, list[dict[str, Any]]] = {}
     for part in args.parts:

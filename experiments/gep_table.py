@@ -122,16 +122,21 @@ def arguments(
 
 def main(args: Args) -> dict[str, Any]:
     """Run every method under every budget, and return the table."""
-    if not args.epsilons:
-        raise UsageError("--epsilons must have one value or more")
+    for key in ("epsilons", "methods"):
+        if not getattr(args, key):
+            raise UsageError(f"--{key} must have one value or more")
     name = args.dataset + ("-full" if args.full else "")
     folder = args.out or pathlib.Path("runs", "gep_table", name)
     methods: dict[str, Any] = {method: {"budgets": []} for method in args.methods}
     shared: dict[str, Any] = {}
     in_one_run = tuple(method for method in args.methods if method != "pate")
     groups = [group for group in (in_one_run, ("pate",)) if set(group) & set(args.methods)]
-    for epsilon, group in itertools.product(args.epsilons, groups):
-        own = arguments(args, group, epsilon, folder)
+    pairs = itertools.product(args.epsilons, groups)
+    wanted = [(epsilon, arguments(args, group, epsilon, folder)) for epsilon, group in pairs]
+    for _, own in wanted:
+        gep.check(own)
+    lock = _run.Folder(folder, "gep_table")
+    for epsilon, own in wanted:
         gep.main(own)
         assert own.out is not None
         summary = _run.read_json(own.out / "summary.json")
@@ -147,7 +152,7 @@ def main(args: Args) -> dict[str, Any]:
             methods[method] |= {"public_data": row["public_data"], "setting": row["setting"]}
     summary = {"experiment": "gep_table", "dataset": args.dataset, "shared": shared}
     summary |= {"methods": methods, "provenance": _run.provenance()}
-    _run.write_json(folder / "summary.json", summary)
+    _run.write_json(lock.path / "summary.json", summary)
     print(f"{markdown(summary)}\nwritten to {folder}")
     brief = {
         method: {f"{cell['epsilon']:g}": cell["test_accuracy_mean"] for cell in row["budgets"]}

@@ -34,16 +34,22 @@ import dataclasses
 import pathlib
 from typing import Any, Literal, get_args
 
-import numpy as np
-
-from experiments import _lora_evaluate, _lora_report, _lora_stages, _run
+from experiments import (
+    _lora_config,
+    _lora_evaluate,
+    _lora_report,
+    _lora_stages,
+    _options,
+    _run,
+)
 from experiments._lora_baselines import METHODS
-from experiments._lora_config import CONFIGS, SMOKE, Config
+from experiments._lora_config import CONFIGS, Config
 from experiments._run import UsageError
 from jdp import hypernet
 
 Stage = Literal["features", "pretrain", "hypernet", "baselines", "evaluate"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+SMOKE = {"sets": 3, "samples": 72, "sampling_steps": 2, "epsilons": (4.0,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,18 +85,22 @@ class Args:
     out: pathlib.Path | None = None
     """Run folder; by default runs/hypernet_lora/<config>."""
     smoke: bool = False
-    """Only check that everything works: a few steps on 2,000 digits that come inside a package."""
+    """Only check that everything works: a few steps on 2,000 digits that come inside a package;
+    options that are given stay."""
 
 
 def main(args: Args) -> dict[str, Any]:
     """Run the stages and return the summary."""
     config = CONFIGS[args.config]
     if args.smoke:
-        config = SMOKE
-        args = dataclasses.replace(args, sets=3, samples=72, sampling_steps=2, epsilons=(4.0,))
+        if args.config != "small":
+            raise UsageError("--smoke has sizes of its own; leave out --config")
+        config = _lora_config.SMOKE
+        args = _options.smaller(args, SMOKE)
     check(args, config)
     default = "smoke" if args.smoke else args.config
-    folder = _run.Folder(args.out or pathlib.Path("runs", "hypernet_lora", default))
+    path = pathlib.Path("runs", "hypernet_lora", default)
+    folder = _run.Folder(args.out or path, "hypernet_lora")
     options = dataclasses.asdict(args)
     stages = [stage for stage in STAGES if stage in args.stages]
     summary: dict[str, Any] = {"experiment": "hypernet_lora", "config": args.config}
@@ -142,12 +152,9 @@ def main(args: Args) -> dict[str, Any]:
 
 def check(args: Args, config: Config):
     """Refuse what can be refused before any work."""
-    least = {"sets": 2, "samples": 65, "sampling_steps": 1, "epsilons": 1e-3, "seed": 0}
-    for key, low in least.items():
-        value = getattr(args, key)
-        values = value if isinstance(value, tuple) else (value,)
-        if not values or not all(v >= low and np.isfinite(v) for v in values):
-            raise UsageError(f"--{key.replace('_', '-')} must be at least {low}, but got {value}")
+    least = {"sets": 2, "samples": 65, "sampling_steps": 1, "epsilons": 1e-3}
+    _options.check_least(args, least)
+    _options.check_seed(args.seed)
     if len(set(args.epsilons)) < len(args.epsilons):
         raise UsageError(f"--epsilons must be different, but got {args.epsilons}")
     if not 0 < args.delta < 1 / config.set_size:

@@ -35,7 +35,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import _hypernet_coordinates, _hypernet_learned, _hypernet_rivals, _run
+from experiments import _hypernet_coordinates, _hypernet_learned, _hypernet_rivals, _options, _run
 from experiments._hypernet_data import DELTA, rate_slope, relative, sgd_lower_bound, size_of
 from experiments._hypernet_report import draw_picture, group, report
 from experiments._hypernet_rivals import METHODS
@@ -44,6 +44,8 @@ from experiments._run import UsageError
 PARTS = ("dimension", "epsilon", "size", "coordinates")
 ALL = ("learned", *METHODS)
 DIMENSION = 64  # of the parts epsilon and size
+SMOKE: dict[str, Any] = {"dimensions": (8, 16), "gammas": (1.0,), "zetas": (0.5,)}
+SMOKE |= {"epsilons": (1.0,), "sizes": (64,), "steps": 100, "seeds": 4, "tuning_draws": 2}
 MOST_FOR_MOMENTS = 256  # features, above which eigenvalues take longer than all the rest
 
 
@@ -80,17 +82,16 @@ class Args:
     out: pathlib.Path | None = None
     """Run folder; by default runs/hypernet_regression."""
     smoke: bool = False
-    """Only check that everything works: d of 8 and 16, few data sets and steps."""
+    """Only check that everything works: d of 8 and 16, few data sets and steps, where not given."""
 
 
 def main(args: Args) -> dict[str, Any]:
     """Run the parts and return the summary."""
     if args.smoke:
-        small: dict[str, Any] = {"dimensions": (8, 16), "gammas": (1.0,), "zetas": (0.5,)}
-        small |= {"epsilons": (1.0,), "sizes": (64,), "steps": 100, "seeds": 4}
-        args = dataclasses.replace(args, tuning_draws=2, **small)
+        args = _options.smaller(args, SMOKE)
     check(args)
-    folder = _run.Folder(args.out or pathlib.Path("runs", "hypernet_regression"))
+    default = pathlib.Path("runs", "hypernet_regression")
+    folder = _run.Folder(args.out or default, "hypernet_regression")
     rest = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "smoke")}
     summary: dict[str, Any] = {"experiment": "hypernet_regression", "delta": DELTA} | rest
     wanted = cells(args)
@@ -154,20 +155,11 @@ def cells(args: Args) -> dict[str, list[Cell]]:
 
 def check(args: Args):
     """Refuse what can be refused before any work."""
-    for key, names in {"parts": PARTS, "methods": ALL}.items():
-        given = getattr(args, key)
-        unknown = [name for name in given if name not in names]
-        if unknown or not given or len(set(given)) < len(given):
-            got = " ".join(unknown or given) or "nothing"
-            raise UsageError(f"--{key} must be different ones of {' '.join(names)}, but got {got}")
+    _options.check_names(args, {"parts": PARTS, "methods": ALL})
     least: dict[str, float] = {"dimensions": 4, "gammas": 0.51, "zetas": 0, "epsilons": 1e-2}
-    least |= {"sizes": 16, "seeds": 1, "tuning_draws": 1, "steps": 100, "seed": 0}
-    least |= {"most_trained": 0, "most_measured": 1}
-    for key, low in least.items():
-        value = getattr(args, key)
-        values = value if isinstance(value, tuple) else (value,)
-        if not values or not all(v >= low and np.isfinite(v) for v in values):
-            raise UsageError(f"--{key.replace('_', '-')} must be at least {low}, but got {value}")
+    least |= {"sizes": 16, "seeds": 1, "tuning_draws": 1, "steps": 100}
+    _options.check_least(args, least | {"most_trained": 0, "most_measured": 1})
+    _options.check_seed(args.seed)
     if args.steps % _hypernet_learned.CHUNK:
         chunk = _hypernet_learned.CHUNK
         raise UsageError(f"--steps must be a multiple of {chunk}, but got {args.steps}")

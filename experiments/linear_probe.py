@@ -37,11 +37,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jdp
-from experiments import _features, _probe_methods, _probe_report, _run
+from experiments import _features, _options, _probe_methods, _probe_report, _run
 from experiments._features import Features
 from experiments._probe_methods import METHODS, PRIVATE, Data, Knobs, Setting, grid, make_train
 from experiments._run import UsageError
 
+SMOKE: dict[str, Any] = {"epsilons": (2.0,), "seeds": 2, "batch_size": 100, "steps": 4}
+SMOKE |= {"num_public": 50, "validation": 200, "groups": 1}
 TUNING = 10_000  # number of the keys that tuning runs share; those of seeds come before
 
 
@@ -76,15 +78,14 @@ class Args:
     out: pathlib.Path | None = None
     """Run folder; by default runs/linear_probe."""
     smoke: bool = False
-    """Only check that everything works: digits, 1 budget, 2 seeds, 4 steps, 2 settings a method."""
+    """Only check that everything works: digits, 1 budget, 2 seeds, 4 steps, where not given, and 2
+    settings a method."""
 
 
 def main(args: Args) -> dict[str, Any]:
     """Tune and run the methods, and return the summary."""
     if args.smoke:
-        small: dict[str, Any] = {"epsilons": args.epsilons[-1:], "seeds": 2, "batch_size": 100}
-        small |= {"steps": 4, "num_public": 50, "validation": 200, "groups": 1}
-        args = dataclasses.replace(args, **small)
+        args = _options.smaller(args, SMOKE)
     check(args)
     if args.features is not None:
         features = _features.read(args.features)
@@ -92,7 +93,8 @@ def main(args: Args) -> dict[str, Any]:
         features = _features.digits() if args.smoke else _features.cifar10(args.data_dir)
     check_data(args, features)
     ending = "-smoke" if args.smoke else ""
-    folder = _run.Folder(args.out or pathlib.Path("runs", f"linear_probe{ending}"))
+    default = pathlib.Path("runs", f"linear_probe{ending}")
+    folder = _run.Folder(args.out or default, "linear_probe")
     study = Study(args, features, folder)
     tuned = {method: study.tune(method) for method in args.methods}
     rows = [row for method in args.methods for row in study.run(method, tuned[method])]
@@ -120,20 +122,11 @@ def main(args: Args) -> dict[str, Any]:
 
 def check(args: Args):
     """Refuse what can be refused before data is touched."""
-    unknown = [method for method in args.methods if method not in METHODS]
-    if unknown or not args.methods or len(set(args.methods)) < len(args.methods):
-        got = " ".join(unknown or args.methods) or "nothing"
-        raise UsageError(f"--methods must be different ones of {' '.join(METHODS)}, but got {got}")
-    if not 0 < args.delta < 1:
-        raise UsageError(f"--delta must lie between 0 and 1, but got {args.delta}")
+    _options.check_names(args, {"methods": METHODS})
+    _options.check_delta(args.delta)
     least = {"epsilons": 1e-3, "seeds": 1, "batch_size": 1, "steps": 1, "num_public": 2}
-    for key, low in (least | {"groups": 1, "validation": 1}).items():
-        value = getattr(args, key)
-        values = value if isinstance(value, tuple) else (value,)
-        if not values or not all(low <= v < np.inf for v in values):
-            raise UsageError(f"--{key.replace('_', '-')} must be at least {low}, but got {value}")
-    if args.seed is not None and not 0 <= args.seed < 2**32:
-        raise UsageError(f"--seed must be at least 0 and below {2**32}, but got {args.seed}")
+    _options.check_least(args, least | {"groups": 1, "validation": 1})
+    _options.check_seed(args.seed)
 
 
 def check_data(args: Args, features: Features):
@@ -185,6 +178,8 @@ class Study:
         self.shared: dict[str, Any] = {"features": features.source}
         names = ("delta", "batch_size", "steps", "num_public", "groups", "validation", "seed")
         self.shared |= {name: getattr(args, name) for name in names}
+        if args.features is not None:  # a name and sizes do not tell one file from another
+            self.shared["file"] = str(args.features.resolve())
         self.data, self.plans = {}, {}
         for stage, held in (("tune", args.validation), ("final", 0)):
             self.data[stage] = split(features, args.num_public, held)

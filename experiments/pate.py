@@ -35,6 +35,8 @@ from typing import Any, Literal
 
 from experiments import _run, gep
 
+SMOKE = gep.SMOKE
+
 
 @dataclasses.dataclass(frozen=True)
 class Args:
@@ -85,7 +87,8 @@ class Args:
     out: pathlib.Path | None = None
     """Run folder; by default runs/pate/<data set>-eps<epsilon>."""
     smoke: bool = False
-    """Only check that everything works: 1 seed, 4 steps, 200 examples, 10 teachers."""
+    """Only check that everything works: 1 seed, 4 steps, 200 examples, 10 teachers, where not
+    given."""
 
 
 def main(args: Args) -> dict[str, Any]:

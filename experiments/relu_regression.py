@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import _relu_data, _run
+from experiments import _options, _relu_data, _run
 from experiments._relu_data import DESIGNS, TABLES, draw, excess_risk
 from experiments._relu_methods import METHODS, NUM_PUBLIC, Data, refused, run
 from experiments._relu_parts import paper, slopes, stall
@@ -35,6 +35,9 @@ from experiments._relu_report import MANY, draw_pictures, report
 from experiments._run import UsageError
 
 PARTS = ("stall", "risk", "paper", "tables")
+SMOKE: dict[str, Any] = {"designs": ("gaussian",), "sizes": (300,), "epsilons": (2.0,)}
+SMOKE |= {"seeds": 2, "tuning_draws": 1}
+SMOKE |= {"methods": tuple(m for m, own in METHODS.items() if not own.steps_are_small)}
 FEW = 2_000  # records, up to which compiling takes longer than running
 
 
@@ -74,17 +77,18 @@ class Args:
     out: pathlib.Path | None = None
     """Run folder; by default runs/relu_regression."""
     smoke: bool = False
-    """Only check that everything works: one design, 300 records, 2 data sets, one epsilon."""
+    """Only check that everything works: one design, 300 records, 2 data sets, one epsilon, where
+    not given."""
 
 
 def main(args: Args) -> dict[str, Any]:
     """Run the parts and return the summary."""
     if args.smoke:
-        small: dict[str, Any] = {"designs": ("gaussian",), "sizes": (300,), "epsilons": (2.0,)}
-        methods = tuple(m for m in args.methods if not METHODS[m].steps_are_small)
-        args = dataclasses.replace(args, methods=methods, seeds=2, tuning_draws=1, **small)
+        args = _options.smaller(args, SMOKE)
     check(args)
-    folder = _run.Folder(args.out or pathlib.Path("runs", "relu_regression"))
+    loaded = real_tables(args) if "tables" in args.parts else {}
+    default = pathlib.Path("runs", "relu_regression")
+    folder = _run.Folder(args.out or default, "relu_regression")
     summary: dict[str, Any] = {
         "experiment": "relu_regression",
         "delta": args.delta,
@@ -100,7 +104,7 @@ def main(args: Args) -> dict[str, Any]:
         options = (args.paper_size, args.epsilons, args.delta, args.seeds, args.seed)
         summary["paper"] = paper(folder, *options)
     if "tables" in args.parts:
-        summary["tables"] = real(args, folder)
+        summary["tables"] = real(args, folder, loaded)
     summary["provenance"] = _run.provenance()
     _run.write_json(folder.path / "summary.json", summary)
     text = report(summary)
@@ -120,19 +124,10 @@ def main(args: Args) -> dict[str, Any]:
 def check(args: Args):
     """Refuse what can be refused before any work."""
     known = {"parts": PARTS, "methods": METHODS, "designs": DESIGNS, "tables": TABLES}
-    for key, names in known.items():
-        given = getattr(args, key)
-        unknown = [name for name in given if name not in names]
-        if unknown or len(set(given)) < len(given) or (key != "tables" and not given):
-            got = " ".join(unknown or given) or "nothing"
-            raise UsageError(f"--{key} must be different ones of {' '.join(names)}, but got {got}")
+    _options.check_names(args, known, none=("tables",))
     least = {"dimensions": 1, "sizes": 100, "seeds": 1, "tuning_draws": 1, "paper_size": 100}
-    least["most_single"] = 0
-    for key, low in (least | {"epsilons": 1e-3, "seed": 0}).items():
-        value = getattr(args, key)
-        values = value if isinstance(value, tuple) else (value,)
-        if not values or not all(v >= low and np.isfinite(v) for v in values):
-            raise UsageError(f"--{key.replace('_', '-')} must be at least {low}, but got {value}")
+    _options.check_least(args, least | {"most_single": 0, "epsilons": 1e-3})
+    _options.check_seed(args.seed)
     if not 0 < args.delta <= 1 / max(args.sizes):
         bound = f"above 0 and at most 1 / {max(args.sizes):,} records"
         raise UsageError(f"--delta must be {bound}, but got {args.delta}")
@@ -256,8 +251,8 @@ def tuned(method, epsilons, delta, sets, bound, score, key):
     return best, reason
 
 
-def real(args: Args, folder: _run.Folder) -> list[dict[str, Any]]:
-    """Test error on the tables, with settings tuned on imitations of their public rows."""
+def real_tables(args: Args) -> dict[str, Any]:
+    """The tables that are there."""
     names = args.tables or tuple(name for name in TABLES if name != "diabetes")
     loaded = {name: _relu_data.table(name, args.data_dir) for name in names}
     for name in [name for name, table in loaded.items() if table is None]:
@@ -266,6 +261,11 @@ def real(args: Args, folder: _run.Folder) -> list[dict[str, Any]]:
     if not loaded:
         print("no table is there: using scikit-learn's diabetes data")
         loaded = {"diabetes": _relu_data.table("diabetes")}
+    return loaded
+
+
+def real(args: Args, folder: _run.Folder, loaded: dict[str, Any]) -> list[dict[str, Any]]:
+    """Test error on the tables, with settings tuned on imitations of their public rows."""
     rows, bound = [], _relu_data.bound("gaussian")
     methods = [m for m in args.methods if not METHODS[m].steps_are_small]
     tasks = [(name, m) for name in loaded for m in methods]

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments import _run, datasets, gep, models
+from experiments import _options, _run, datasets, gep, models
 from experiments._methods import METHODS, OPTIONAL, Setting, budget, make_run
 
 
@@ -30,7 +30,7 @@ class Args:
     dataset: Literal["mnist-5k", "digits", "mnist"] = "mnist-5k"
     """Data set."""
     methods: tuple[str, ...] = METHODS
-    """Which methods to search, also OPTIONAL ones; all get the same number of trials."""
+    """Which methods to search, also OPTIONAL ones but pate; all get the same number of trials."""
     trials: int = 12
     """Random settings for each method."""
     finalists: int = 4
@@ -105,9 +105,10 @@ def main(args: Args) -> dict[str, Any]:
     options = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
     for name in ("trials", "finalists", "parts", "max_steps", "out"):
         options.pop(name)
-    for name in ("trials", "validation", "finalists", "parts"):
-        if getattr(args, name) < 1:
-            raise _run.UsageError(f"--{name} must be at least 1, but got {getattr(args, name)}")
+    searched = [name for name in METHODS + OPTIONAL if name != "pate"]
+    _options.check_names(args, {"methods": searched})
+    least = ("trials", "validation", "finalists", "parts", "max_steps")
+    _options.check_least(args, dict.fromkeys(least, 1))
     same = gep.Args(**options)
     gep.check(same)
     name = gep.MODELS[args.dataset]
@@ -116,9 +117,8 @@ def main(args: Args) -> dict[str, Any]:
     anchors = datasets.anchors(args.anchors, data, data_dir=args.data_dir)
     splits = [data.validation(args.validation, part) for part in range(args.parts)]
     size = len(splits[0].train_labels)
-    folder = _run.Folder(
-        args.out or pathlib.Path("runs", "search_gep", f"{args.dataset}-eps{args.epsilon:g}")
-    )
+    default = pathlib.Path("runs", "search_gep", f"{args.dataset}-eps{args.epsilon:g}")
+    folder = _run.Folder(args.out or default, "search_gep")
 
     def setting(method: str, trial: int) -> Setting:
         source = np.random.RandomState([args.seed, (METHODS + OPTIONAL).index(method), trial])
@@ -169,6 +169,7 @@ def main(args: Args) -> dict[str, Any]:
     print("The search was not paid for: it read the private records without noise on its scores.")
     summary = {key: getattr(args, key) for key in ("dataset", "epsilon", "delta", "trials")}
     summary |= {"validation": args.validation, "parts": args.parts, "best": best}
+    summary |= {"experiment": "search_gep"}
     _run.write_json(folder.path / "summary.json", summary | {"provenance": _run.provenance()})
     return summary
 

@@ -28,6 +28,7 @@ install torch opacus), or run by the Python that JDP_OPACUS_PYTHON names. Use an
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -38,9 +39,10 @@ from typing import Any
 
 import jax
 
-from experiments import _run, _speed_tables
+import jdp
+from experiments import _options, _run, _speed_gep, _speed_tables
 from experiments._run import UsageError
-from experiments._speed_gep import SIZES, SMOKE, gep_contestants
+from experiments._speed_gep import SIZES, gep_contestants
 from experiments._speed_models import mlp, rows
 from experiments._speed_steps import (
     PEERS,
@@ -54,6 +56,7 @@ from experiments._timing import machine, median, race
 
 PARTS = ("models", "gep", "scaling")
 ALL_PEERS = (*PEERS, "opacus")
+SMOKE = {"repeats": 2, "models": ("mlp",)}
 BATCHES = (64, 256, 1_024, 4_096)
 WIDTHS = (112, 300, 682, 1_420, 2_795)  # of the two hidden layers: 1e5 to 1e7 parameters
 MOST_FLOATS = 2**30  # per-example gradients that vmap may write out here: 4 GiB
@@ -78,18 +81,19 @@ class Args:
     out: pathlib.Path | None = None
     """Run folder; by default runs/speed."""
     smoke: bool = False
-    """Only check that everything works: a tiny MLP, 2 rounds."""
+    """Only check that everything works: a tiny MLP, 2 rounds, where not given."""
 
 
 def main(args: Args) -> dict[str, Any]:
     """Time everything and return the summary."""
     if args.smoke:
-        args = dataclasses.replace(args, repeats=2, models=args.models or ("mlp",))
+        args = _options.smaller(args, SMOKE)
     known = rows(args.smoke)
     args = dataclasses.replace(args, models=args.models or tuple(known))
     check(args, tuple(known))
-    folder = _run.Folder(args.out or pathlib.Path("runs", "speed-smoke" if args.smoke else "speed"))
-    shared = {"repeats": args.repeats, "budget": args.budget, "smoke": args.smoke}
+    default = pathlib.Path("runs", "speed-smoke" if args.smoke else "speed")
+    folder = _run.Folder(args.out or default, "speed")
+    shared = {"repeats": args.repeats, "budget": args.budget, "smoke": args.smoke, "code": code()}
     shared |= {"machine": machine(), "jax": jax.__version__}
     few = shared | {"repeats": max(2, args.repeats // 3)}
     inside = tuple(peer for peer in args.peers if peer in PEERS)
@@ -117,7 +121,9 @@ def main(args: Args) -> dict[str, Any]:
             if result is None:
                 result = folder.put(f"opacus/{name}", shared, _opacus(name, args))
             sections["opacus"][name] = result
-    for name, size in (SMOKE if args.smoke else SIZES).items() if "gep" in args.parts else ():
+    for name, size in (
+        (_speed_gep.SMOKE if args.smoke else SIZES).items() if "gep" in args.parts else ()
+    ):
         make = lambda size=size: gep_contestants(known[size.model], size)  # noqa: E731
         rounds = {"repeats": max(2, args.repeats // 5)}
         measure("gep", name, make, shared | rounds | size._asdict(), size._asdict())
@@ -129,7 +135,12 @@ def main(args: Args) -> dict[str, Any]:
         facts = {"title": row.title, "batch_size": row.batch_size, "floats": floats}
         measure("scaling", name, make, few, facts)
 
-    summary = {"machine": machine(), "repeats": args.repeats, "smoke": args.smoke} | sections
+    summary = {
+        "experiment": "speed",
+        "machine": machine(),
+        "repeats": args.repeats,
+        "smoke": args.smoke,
+    } | sections
     summary["provenance"] = _run.provenance()
     _run.write_json(folder.path / "summary.json", summary)
     text = _speed_tables.report(summary)
@@ -142,15 +153,18 @@ def main(args: Args) -> dict[str, Any]:
 def check(args: Args, known: tuple[str, ...]):
     """Refuse options that mean nothing."""
     allowed = {"models": known, "peers": ALL_PEERS, "parts": PARTS}
-    for key, values in allowed.items():
-        got = getattr(args, key)
-        if set(got) - set(values) or len(set(got)) < len(got):
-            raise UsageError(
-                f"--{key} must be different ones of {' '.join(values)}, but got {' '.join(got)}"
-            )
+    _options.check_names(args, allowed, none=("peers",))
     for key in ("repeats", "budget"):
         if not getattr(args, key) > 0:
             raise UsageError(f"--{key} must be above 0, but got {getattr(args, key)}")
+
+
+def code() -> str:
+    """What is timed, in short: a time measured with other code is no part of the same table."""
+    own = pathlib.Path(__file__).parent
+    files = [*pathlib.Path(jdp.__file__).parent.glob("*.py"), *own.glob("_speed*.py")]
+    text = b"".join(path.read_bytes() for path in sorted([*files, own / "_timing.py"]))
+    return hashlib.sha256(text).hexdigest()[:12]
 
 
 def _race(

@@ -3,6 +3,7 @@
 python -m experiments.tables
 """
 
+import argparse
 import pathlib
 from typing import Any
 
@@ -74,5 +75,6 @@ def tables() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # there are no options
     for name, text in tables().items():
         print(f"## {name}\n\n{text}")

@@ -6,6 +6,8 @@ never checked: its value may be private, and whether something raises must not d
 
 import math
 import numbers
+import os
+import pathlib
 from collections.abc import Collection
 from typing import Any
 
@@ -27,8 +29,25 @@ def _show(value: Any) -> str:
         return f"an array of shape {value.shape} and dtype {value.dtype}"
     if isinstance(value, Words):
         return str(value)
+    if isinstance(value, dict | list | tuple):
+        value = _without_values(value)
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+
+
+def _without_values(value: Any) -> Any:
+    """The same containers, with words for arrays: what these hold may be private."""
+    if isinstance(value, dict):
+        return {key: _without_values(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_values, value))
+    if isinstance(value, jax.Array | np.ndarray):
+        return _Bare(f"an array of shape {value.shape}")
+    return value
+
+
+class _Bare(str):
+    __repr__ = str.__str__
 
 
 def _number(value: float) -> str:
@@ -72,7 +91,7 @@ def number(
       remedy: the last sentence of the message.
 
     Returns:
-      The number, unchanged.
+      The number; as a float where JAX would not hold an integer of its size.
 
     Raises:
       TypeError: it is not a number.
@@ -93,6 +112,11 @@ def number(
         return value
     if not is_static_number(value):
         fail(name, expected, value, remedy, TypeError)
+    if is_static_integer(value) and abs(value) >= 2**31:
+        try:
+            value = float(value)
+        except OverflowError:
+            fail(name, expected, value, remedy)
     in_range = (
         (above == -math.inf or value > above)
         and (below == math.inf or value < below)
@@ -130,6 +154,36 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
+def path(name: str, value: Any) -> pathlib.Path:
+    """Return `value` as a path, if it is one.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if not isinstance(value, str | os.PathLike) or value == "":
+        fail(name, "a path", value, "Pass a string or a pathlib.Path.", TypeError)
+    return pathlib.Path(value)
+
+
+def floating(name: str, value: Any, shape: tuple[int | str, ...], *, remedy: str) -> Any:
+    """Return `value` if it is a floating array of this shape, where a letter is any size but 0.
+
+    Raises:
+      TypeError: it is no floating array.
+      ValueError: it has another shape.
+    """
+    if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
+        fail(name, "a floating array", value, remedy, TypeError)
+    fits = len(value.shape) == len(shape) and all(
+        size > 0 if isinstance(want, str) else size == want
+        for size, want in zip(value.shape, shape, strict=True)
+    )
+    if not fits:
+        sizes = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        fail(name, f"of shape ({sizes})", value, remedy)
+    return value
+
+
 def step(value: Any, *, at_most: float = math.inf, remedy: str = "Count steps from 0.") -> Any:
     """Return the number of a step: an integer in the range, or a traced integer scalar."""
     if isinstance(value, jax.Array) and value.shape == ():
@@ -152,10 +206,10 @@ def choice(name: str, value: Any, options: Collection[str]) -> str:
     return value
 
 
-def noise_multiplier(value: Any) -> Any:
+def noise_multiplier(value: Any, name: str = "noise_multiplier") -> Any:
     """Return a noise multiplier: a number >= 0, or a traced scalar."""
     return number(
-        "noise_multiplier",
+        name,
         value,
         at_least=0,
         traced=True,

@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(args.run(args))
     except (ValueError, TypeError, OSError, ArithmeticError) as error:
+        if args.debug:
+            raise
         print(f"jdp {args.command}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -65,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.set_defaults(run=run)
         command.add_argument("--json", action="store_true", help="print JSON for programs")
+        command.add_argument("--debug", action="store_true", help="show where an error happened")
         return command
 
     epsilon = add("epsilon", _epsilon, "what a run with a given noise multiplier costs")

@@ -16,7 +16,7 @@ def upper_confidence(successes: Any, trials: Any, significance: float) -> Any:
     >>> round(float(upper_confidence(0, 300, 0.05)), 4)  # the rule of three
     0.0099
     """
-    successes = np.asarray(successes)
+    successes = _counted(successes, trials, significance)
     found = stats.beta.isf(significance, successes + 1, np.maximum(trials - successes, 1))
     return np.where(successes < trials, found, 1.0)
 
@@ -27,9 +27,20 @@ def lower_confidence(successes: Any, trials: Any, significance: float) -> Any:
     >>> float(lower_confidence(0, 300, 0.05)), round(float(lower_confidence(300, 300, 0.05)), 4)
     (0.0, 0.9901)
     """
-    successes = np.asarray(successes)
+    successes = _counted(successes, trials, significance)
     found = stats.beta.ppf(significance, np.maximum(successes, 1), trials - successes + 1)
     return np.where(successes > 0, found, 0.0)
+
+
+def _counted(successes: Any, trials: Any, significance: Any) -> np.ndarray:
+    check_significance(significance)
+    remedy = "Count draws, and how often the event happened among them."
+    for name, value in (("trials", trials), ("successes", successes)):
+        if not np.issubdtype(np.asarray(value).dtype, np.integer):
+            _check.fail(name, "an integer, or an array of them", value, remedy, TypeError)
+    if not np.all((0 <= np.asarray(successes)) & (np.asarray(successes) <= trials)):
+        _check.fail("successes", "from 0 to trials", successes, remedy)
+    return np.asarray(successes)
 
 
 def check_significance(value: float) -> None:

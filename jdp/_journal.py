@@ -11,11 +11,15 @@ from typing import Any
 
 
 class Journal:
-    """The file, locked for as long as it is open; `entries` are the lines that it has.
+    """The file, locked for as long as it is open.
 
     Args:
       path: is created where missing, with its folder.
       read_only: neither lock nor write.
+
+    Attributes:
+      entries: the lines that it had when it was opened.
+      length: how many it has.
 
     Raises:
       BlockingIOError: another process has the journal open.
@@ -33,8 +37,10 @@ class Journal:
         try:
             if self._file is not None:
                 _lock(self._file, path)
-            text = path.read_bytes()
+            with _explained(f"cannot read the ledger {path}"):
+                text = path.read_bytes()
             self.entries = _parse(text, path)
+            self.length = len(self.entries)
             if self._file is not None:
                 with _explained(f"cannot repair the ledger {path}"):
                     os.ftruncate(self._file, text.rfind(b"\n") + 1)
@@ -63,15 +69,15 @@ class Journal:
                 "open it with jdp.Ledger(folder), and resume."
             )
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        line = _line({"number": len(self.entries), "time": when} | entry)
+        line = _line({"number": self.length, "time": when} | entry)
         try:
             with _explained(f"cannot write to the ledger {self.path}, so nothing was released"):
                 _write(self._file, line)
         except BaseException:
             self.close()  # what the disk has is not known: read it again
             raise
-        self.entries.append(json.loads(line))
-        return self.entries[-1]
+        self.length += 1
+        return json.loads(line)
 
 
 def _line(entry: dict[str, Any]) -> bytes:

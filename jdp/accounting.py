@@ -289,8 +289,12 @@ def calibrate_event(
     Raises:
       ValueError: an argument is out of range, or the accountant cannot reach the target.
     """
+    if not callable(make_event):
+        expected = "a function from a noise multiplier to an event"
+        remedy = "For example dp_accounting.GaussianDpEvent."
+        _check.fail("make_event", expected, make_event, remedy, TypeError)
     remedy = "It is the privacy budget; values between 0.1 and 10 are usual."
-    _check.number("epsilon", epsilon, above=0, remedy=remedy)
+    epsilon = _check.number("epsilon", epsilon, above=0, remedy=remedy)
 
     def gap(log_z: float) -> float:  # log(spent / target): rises to the left, > 0 is too little
         spent = privacy_spent(

@@ -74,7 +74,8 @@ def scale_by_adam_corrected(
     for std in jax.tree.leaves(noise_std) or [noise_std]:
         remedy = "It is z C / B for clip_by_norm(C) and batches of B."
         _check.number("noise_std", std, above=0, traced=True, remedy=remedy)
-    _check.number("floor", floor, above=0, remedy="It bounds what an update is divided by.")
+    remedy = "It bounds what an update is divided by."
+    floor = _check.number("floor", floor, above=0, remedy=remedy)
     for name, decay in {"b1": b1, "b2": b2}.items():
         _check.number(name, decay, at_least=0, below=1, remedy="Adam uses 0.9 and 0.999.")
 

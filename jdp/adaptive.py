@@ -145,7 +145,7 @@ def dp_aggregate_adaptive(
             TypeError,
         )
     _check.noise_multiplier(noise_multiplier)
-    check_divisor(batch_size)
+    batch_size = check_divisor(batch_size)
     _check.typed_key("key", key)
     noise.adjacency_of(noise_multiplier, adjacency)
     positive = {"initial_clip_norm": initial_clip_norm, "clip_learning_rate": clip_learning_rate}

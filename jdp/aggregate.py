@@ -179,7 +179,7 @@ def privatize(
     [0.5 0.5]
     """
     _check.noise_multiplier(noise_multiplier)
-    check_divisor(batch_size)
+    batch_size = check_divisor(batch_size)
     _check.typed_key("key", key)
     noise.adjacency_of(noise_multiplier, adjacency)
 

@@ -50,15 +50,19 @@ def random_label_gradients(
     >>> anchors(jnp.zeros(2), jax.random.key(0)).shape
     (2, 2)
     """
-    _check.integer("num_classes", num_classes, at_least=2, remedy="Labels need two classes.")
+    remedy = "Labels need two classes."
+    _check.integer("num_classes", num_classes, at_least=2, at_most=2**31 - 1, remedy=remedy)
     if microbatch_size is not None:
         _check.integer("microbatch_size", microbatch_size, at_least=1, remedy="Or None.")
+    if not hasattr(images, "dtype"):
+        _check.fail("images", "an array", images, "Give public images.", TypeError)
     if jnp.ndim(images) < 1 or jnp.shape(images)[0] == 0:
         _check.fail("images", "of shape (m, ...), m >= 1", images, "Give public images.")
     images = jnp.asarray(images)
     gradients = per_example_grad(loss, trainable=trainable)
 
     def anchors(params: Params, key: Key) -> PerExample:
+        _check.typed_key("key", key)
         labels = jax.random.randint(key, images.shape[:1], 0, num_classes)
         # Or else XLA would work on these constants while it compiles, for seconds.
         batch = (jax.lax.optimization_barrier(images), labels)

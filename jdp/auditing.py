@@ -220,12 +220,18 @@ def _allowed(unlikely: Any, claimed: float, delta: float | None) -> Any:
 
 def first_half(draws: np.ndarray) -> np.ndarray:
     """The draws that choose the score and the event."""
-    return draws[: len(draws) // 2]
+    return draws[: _count(draws) // 2]
 
 
 def second_half(draws: np.ndarray) -> np.ndarray:
     """The draws that the bound is taken from."""
-    return draws[len(draws) // 2 :]
+    return draws[_count(draws) // 2 :]
+
+
+def _count(draws: np.ndarray) -> int:
+    if not np.ndim(draws):
+        _check.fail("draws", "an array with a draw a row", draws, MORE, TypeError)
+    return len(draws)
 
 
 def gaussian_score(

@@ -7,7 +7,6 @@ that determines its queries; else it refuses, or takes new keys and pays for the
 """
 
 import os
-import pathlib
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -105,7 +104,14 @@ class ResumableRun:
         as_new: bool = False,
     ):
         _check_arguments(ledger, plan, state, steps, as_new)
-        self._ledger, self._plan, self._name = ledger, plan, check_name(name)
+        if not isinstance(program, str) and not callable(program):
+            remedy = "Pass the function that takes ONE step."
+            expected = "a function (step, state) -> state, or the text of a jaxpr"
+            _check.fail("program", expected, program, remedy, TypeError)
+        if config is not None and not isinstance(config, Mapping):
+            remedy = "Name what else determines the queries: {'learning_rate': 0.1}."
+            _check.fail("config", "a dictionary", config, remedy, TypeError)
+        self._ledger, self._plan, self._name = ledger, plan, check_name(name, "name")
         self._steps = steps if plan is None else plan.steps
         remedy = "60 loses a minute at most; 0 saves after every chunk."
         self._seconds = _check.number("save_every", save_every, at_least=0, remedy=remedy)
@@ -223,7 +229,7 @@ class ResumableRun:
 
 def discard(folder: str | os.PathLike, name: str = "run") -> None:
     """Delete the checkpoints of a run in a ledger's folder, and the keys in them."""
-    _store.delete(pathlib.Path(folder) / FOLDER / check_name(name))
+    _store.delete(_check.path("folder", folder) / FOLDER / check_name(name, "name"))
 
 
 def _check_arguments(ledger, plan, state, steps, as_new) -> None:

@@ -21,7 +21,7 @@ from jdp.aggregate import (
 )
 from jdp.anchors import PublicGradients
 from jdp.clipping import ClippedSum, Clipper, bounded_factors, shrink
-from jdp.gradients import clipped_grad
+from jdp.gradients import clipped_grad, partition
 from jdp.moving_subspace import MovingSubspace
 from jdp.noise import add_noise, adjacency_of, step_key
 from jdp.subspace import Bases, lift, project
@@ -231,7 +231,7 @@ def gep(
     [-0.05 -0.05  0.  ]
     """
     _check.noise_multiplier(noise_multiplier)
-    check_divisor(batch_size)
+    batch_size = check_divisor(batch_size)
     _check.typed_key("key", key)
     adjacency_of(noise_multiplier, adjacency)
     check_clip_norms(clip_norms)
@@ -256,7 +256,10 @@ def gep(
         )
 
     def init_fn(params: Params) -> SubspaceState:
-        return SubspaceState(*initial_state(key), subspace.start(key, params))
+        bases = subspace.start(key, params)
+        if loss is not None:
+            _check_same_leaves(bases, params, trainable)
+        return SubspaceState(*initial_state(key), bases)
 
     def update_fn(
         updates: PyTree,
@@ -269,6 +272,8 @@ def gep(
         del extra
         if loss is None or params is None:
             check_per_example(params, updates)
+        if loss is not None:
+            _check_same_leaves(state.bases, params, trainable)
         bases = subspace.at(state.key, state.step, params, state.bases)
         clipper = clip_in_subspace(
             bases, clip_norms, noise_split=noise_split, joint_clip=joint_clip
@@ -286,6 +291,23 @@ def gep(
         return update, SubspaceState(state.key, state.step + 1, bases)
 
     return transformation(init_fn, update_fn)
+
+
+def _check_same_leaves(bases: Bases, params: Params, trainable: PyTree | None) -> None:
+    """Refuse parameters that are frozen for private gradients only, or for public ones only."""
+    own, public = (
+        {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)}
+        for tree in (partition(params, trainable), bases.rows)
+    )
+    known = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)}
+    for name in sorted(own ^ public):
+        if name not in known:
+            remedy = "Call tx.init(params) with the same parameters."
+            expected = f"with a leaf at {name}, as tx.init had them"
+            _check.fail("params", expected, _check.Words(f"leaves {sorted(known)}"), remedy)
+        remedy = "Give jdp.random_label_gradients and this one the same trainable=."
+        expected = f"{name in public}, as for public_gradients"
+        _check.fail(f"trainable{name}", expected, _check.Words(f"{name in own}"), remedy)
 
 
 def biased_gep(
@@ -344,6 +366,7 @@ def biased_gep(
     >>> tx.init(jnp.zeros(3)).bases.rows.shape
     (2, 3)
     """
+    _check.clip_norm("clip_norm", clip_norm)
     return gep(
         clip_norms=(clip_norm, None),
         rank=rank,

@@ -98,6 +98,8 @@ def predict(w: Float[Array, " d"], x: Float[Array, "n d"]) -> Float[Array, " n"]
     >>> print(predict(jnp.array([1.0, -2.0]), jnp.array([[3.0, 1.0], [1.0, 1.0]])))
     [1. 0.]
     """
+    _check.floating("x", x, ("n", "d"), remedy="Give the features of one record a row.")
+    _check.floating("w", w, x.shape[1:], remedy="Give one weight for each feature.")
     return jax.nn.relu(jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST))
 
 
@@ -124,6 +126,10 @@ def records(x: Float[Array, "n d"], y: Float[Array, " n"], descent: Descent) -> 
 
     Entries below 1e-15 R become zero: a product with one could be large though its square is lost.
     """
+    _check.floating("x", x, ("n", "d"), remedy="Give the features of one record a row.")
+    _check.floating("y", y, x.shape[:1], remedy="Give one label for each record.")
+    if not isinstance(descent, Descent):
+        _check.fail("descent", "a Descent", descent, "Make one: Descent(learning_rate).", TypeError)
     x, y, bound = _tree.wide(x), _tree.wide(y), descent.feature_bound
     least = 1e-15 * jnp.where(jnp.isinf(bound), 0, bound)
     x = jnp.where(jnp.abs(x) < least, 0, x)

@@ -23,7 +23,7 @@ _WORKING_SETS = {
 }
 
 
-def _partition(params: Params, trainable: PyTree | None) -> PyTree:
+def partition(params: Params, trainable: PyTree | None) -> PyTree:
     """Return `params` with None at frozen leaves."""
     if trainable is None:
         return params
@@ -97,7 +97,7 @@ def prepare(
     """Check the arguments; return the trainable parameters, and the loss as a function of them."""
     _check_params(params)
     _leading_size(batch)
-    free = _partition(params, trainable)
+    free = partition(params, trainable)
     if not jax.tree.leaves(free):
         _check.fail(
             "trainable" if jax.tree.leaves(params) else "params",
@@ -106,7 +106,8 @@ def prepare(
             "Leave it True for at least one leaf.",
         )
     for path, leaf in jax.tree.leaves_with_path(free):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        known = hasattr(leaf, "dtype") or _check.is_static_number(leaf)
+        if not known or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             _check.fail(
                 f"params{jax.tree_util.keystr(path)}",
                 "a floating array",

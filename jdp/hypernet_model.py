@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import flax.linen as nn
 import jax
@@ -92,6 +92,8 @@ class Hypernet:
         _check.number("clip_norm", self.clip_norm, above=0, remedy=remedy)
         remedy = "1 is usual; it must divide the encoder's number of features."
         _check.integer("context_tokens", self.context_tokens, at_least=1, remedy=remedy)
+        if self.adjacency is not None:
+            _check.choice("adjacency", self.adjacency, get_args(Adjacency))
 
     def init(self, key: Key, public_records: PyTree) -> HypernetParams:
         """Draw parameters; the centre is the mean embedding of the public records.
@@ -154,6 +156,8 @@ class Hypernet:
 
     def decode(self, params: HypernetParams, embedding: Float[Array, " features"]) -> PyTree:
         """The target's parameters from a released embedding: post-processing, free of charge."""
+        remedy = "It is what `embed` returned."
+        _check.floating("embedding", embedding, jnp.shape(params.centre), remedy=remedy)
         size = embedding.shape[0]
         # Coordinates of order 1 where the clip norm is used up.
         context = embedding * (math.sqrt(size) / self.clip_norm)
@@ -178,6 +182,9 @@ class Hypernet:
     ) -> Float[Array, " features"]:
         """The mean over PUBLIC records, neither clipped nor noised."""
         embeddings = jax.vmap(lambda record: self._encode(encoder, record))(records)
+        if mask is not None and jnp.shape(mask) != embeddings.shape[:1]:
+            remedy = "It tells for each record whether it is one, or padding."
+            _check.fail("mask", f"of shape {embeddings.shape[:1]}, like the records", mask, remedy)
         where = None if mask is None else mask[:, None]
         return jnp.mean(embeddings, axis=0, where=where, dtype=jnp.float32)
 
@@ -218,10 +225,13 @@ def flat_tokens(like: PyTree, token_size: int) -> tuple[int, Detokenise]:
     for shape, _ in shapes:
         ends.append(ends[-1] + math.prod(shape))
 
+    count = -(-ends[-1] // token_size)
+
     def detokenise(tokens: Tokens) -> PyTree:
-        flat = tokens.ravel()
+        remedy = "Make the decoder with this number and size of tokens."
+        flat = _check.floating("tokens", tokens, (count, token_size), remedy=remedy).ravel()
         pieces = zip(ends, ends[1:], shapes, strict=False)
         parts = [flat[a:b].reshape(shape).astype(dtype) for a, b, (shape, dtype) in pieces]
         return jax.tree.unflatten(structure, parts)
 
-    return -(-ends[-1] // token_size), detokenise
+    return count, detokenise

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jdp import _check
+
 _INIT = nn.initializers.normal(0.01)
 
 
@@ -28,10 +30,21 @@ class MLPEncoder(nn.Module):
     @nn.compact
     def __call__(self, record: Float[Array, "..."]) -> Float[Array, " features"]:
         """Encode one record, an array of any shape."""
+        if not isinstance(self.widths, Sequence) or not self.widths:
+            remedy = "The last one is the number of features, for example (256, 128)."
+            _check.fail("widths", "a non-empty sequence of integers", self.widths, remedy)
+        for width in self.widths:
+            _check.integer("widths", width, at_least=1, remedy="Count units.")
         x = jnp.ravel(record)
         for width in self.widths[:-1]:
             x = nn.gelu(nn.Dense(width)(x))
         return nn.Dense(self.widths[-1])(x)
+
+
+def _check_sizes(module: nn.Module, *names: str) -> None:
+    for name in names:
+        remedy = "jdp.hypernet.flat_tokens tells the number and size of tokens."
+        _check.integer(name, getattr(module, name), at_least=1, remedy=remedy)
 
 
 class LinearDecoder(nn.Module):
@@ -49,6 +62,7 @@ class LinearDecoder(nn.Module):
     @nn.compact
     def __call__(self, context: Float[Array, "c width"]) -> Float[Array, "t d"]:
         """Decode the context."""
+        _check_sizes(self, "num_tokens", "token_size")
         size = self.num_tokens * self.token_size
         flat = nn.Dense(size, kernel_init=self.kernel_init, name="head")(jnp.ravel(context))
         return flat.reshape(self.num_tokens, self.token_size)
@@ -84,6 +98,11 @@ class TransformerDecoder(nn.Module):
     @nn.compact
     def __call__(self, context: Float[Array, "c width"]) -> Float[Array, "t d"]:
         """Decode the context."""
+        sizes = ("num_tokens", "token_size", "width", "heads", "mlp_width", "layers")
+        _check_sizes(self, *sizes)
+        if self.width % self.heads:
+            expected = f"a divisor of the width, {self.width}"
+            _check.fail("heads", expected, self.heads, "Each head has an equal share of it.")
         shape = (self.num_tokens, self.width)
         x = self.param("positions", nn.initializers.normal(1.0), shape)
         for layer in range(self.layers):

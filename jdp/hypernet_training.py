@@ -64,10 +64,20 @@ def init_training(
     net: Hypernet, optimizer: optax.GradientTransformation, key: Key, public_records: PyTree
 ) -> TrainState:
     """The state before the first step; arguments as in `Hypernet.init` and `train_step`."""
+    _check_parts(net, optimizer)
+    _check.typed_key("key", key)
     init_key, noise_key = jax.random.split(key)
     params = net.init(init_key, public_records)
     state = optimizer.init((params.encoder, params.decoder))
     return TrainState(params, state, noise_key, jnp.zeros((), jnp.int32))
+
+
+def _check_parts(net: Any, optimizer: Any) -> None:
+    if not isinstance(net, Hypernet):
+        _check.fail("net", "a Hypernet", net, "Make one: jdp.hypernet.Hypernet(...).", TypeError)
+    if not callable(getattr(optimizer, "init", None)):
+        remedy = "For example optax.adam(1e-3)."
+        _check.fail("optimizer", "an optax transformation", optimizer, remedy, TypeError)
 
 
 def train_step(
@@ -89,6 +99,7 @@ def train_step(
     Returns:
       `step(state, tasks) -> (state, losses)`, the losses of each set before the step.
     """
+    _check_parts(net, optimizer)
     if not callable(loss):
         remedy = "Write it for ONE public set; it returns one floating scalar."
         _check.fail("loss", "a function of (target, examples)", loss, remedy, TypeError)

@@ -8,7 +8,6 @@ the same keys and queries are the same release, and are not charged twice. Host 
 
 import dataclasses
 import os
-import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -87,12 +86,14 @@ class Ledger:
     """
 
     def __init__(self, folder: str | os.PathLike, *, read_only: bool = False):
-        self.folder = pathlib.Path(folder)
+        self.folder = _check.path("folder", folder)
+        _check.boolean("read_only", read_only)
         self.path = self.folder / FILE
         self._segments: dict[str, list[Segment]] = {}
         self._journal = Journal(self.path, read_only=read_only)
         for entry in self._journal.entries:
             self._take(entry)
+        self._journal.entries.clear()  # a long run has many
 
     def __enter__(self) -> "Ledger":
         """Return itself."""
@@ -109,7 +110,7 @@ class Ledger:
     @property
     def length(self) -> int:
         """Number of lines."""
-        return len(self._journal.entries)
+        return self._journal.length
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -143,6 +144,13 @@ class Ledger:
           OSError: the ledger could not be written.
         """
         check_name(run)
+        _check_plan(plan)
+        if not isinstance(queries, Mapping) or not all(
+            isinstance(part, str) for pair in queries.items() for part in pair
+        ):
+            remedy = "Write down in words what determines the queries: {'learning_rate': '0.1'}."
+            _check.fail("queries", "a dictionary of strings", queries, remedy, TypeError)
+        _check.integer("start", start, at_least=0, remedy="Count steps from 0.")
         statement = None
         if plan is not None:
             accountant = "rdp" if plan.spent.accountant == "rdp" else "pld"
@@ -166,6 +174,7 @@ class Ledger:
           ValueError: the plan does not pay for so many steps, or no segment is open.
           OSError: the ledger could not be written; nothing may be released.
         """
+        _check_plan(plan, required=True)
         remedy = f"The plan pays for {plan.steps} steps; plan more of them before training."
         _check.integer("stop", stop, at_least=0, at_most=plan.steps, remedy=remedy)
         segments = self.segments(run)
@@ -218,12 +227,18 @@ class Ledger:
         own.append(Segment(*place, entry["queries"], nonce, *rest))
 
 
-def check_name(run: str) -> str:
+def check_name(run: str, argument: str = "run") -> str:
     """Return the name of a run, which also names a folder."""
     if not isinstance(run, str) or not _NAME.fullmatch(run):
         expected = 'letters, digits, and "-", "_" or "." after the first'
-        _check.fail("run", expected, run, "Take a plain name.")
+        _check.fail(argument, expected, run, "Take a plain name.")
     return run
+
+
+def _check_plan(plan: Any, *, required: bool = False) -> None:
+    if not isinstance(plan, TrainingPlan) and (required or plan is not None):
+        expected = "a jdp.TrainingPlan" + ("" if required else ", or None")
+        _check.fail("plan", expected, plan, "Call jdp.plan.", TypeError)
 
 
 def cost(plan: TrainingPlan, start: int, stop: int) -> Event:

@@ -48,6 +48,7 @@ def init(key: Key, params: Params, patterns: str | Sequence[str], *, rank: int) 
     >>> jax.tree.map(jnp.shape, adapters)
     {'qkv/kernel': {'down': (1, 4), 'up': (1, 12)}}
     """
+    _check.typed_key("key", key)
     _check.integer("rank", rank, at_least=1, remedy="1 to 16 is usual.")
     adapters = {}
     for number, (path, leaf) in enumerate(_matching(params, patterns).items()):
@@ -86,6 +87,8 @@ def merge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
     [[1. 1.]
      [0. 3.]]
     """
+    if not isinstance(scale, jax.Array):
+        _check.number("scale", scale, remedy="It is alpha / rank; 1.0 is usual.")
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     shapes = {_name(path): jnp.shape(leaf) for path, leaf in leaves}
     pairs = isinstance(adapters, Mapping) and all(
@@ -256,7 +259,8 @@ def _name(path: Any) -> str:
 
 def _matching(params: Params, patterns: str | Sequence[str]) -> dict[str, Any]:
     """The leaves whose path matches a pattern, after checking that each can have an adapter."""
-    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    several = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    wanted = tuple(patterns) if several else (patterns,)
     if not wanted or not all(isinstance(pattern, str) for pattern in wanted):
         remedy = 'For example "*/qkv/kernel".'
         _check.fail("patterns", "one shell pattern or more", patterns, remedy, TypeError)
@@ -280,7 +284,8 @@ def _matching(params: Params, patterns: str | Sequence[str]) -> dict[str, Any]:
 
 def _vectors(adapters: PyTree) -> list[Any]:
     leaves = jax.tree.leaves(adapters)
-    if not leaves or any(len(leaf.shape) == 0 for leaf in leaves):
-        shapes = _check.Words(f"leaves of shapes {[leaf.shape for leaf in leaves]}")
+    found = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+    if () in found or not found:
+        shapes = _check.Words(f"leaves of shapes {found}")
         _check.fail("adapters", "a pytree of vectors", shapes, "Make adapters with lora.init.")
     return leaves

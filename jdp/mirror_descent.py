@@ -56,8 +56,11 @@ def mean_gradient(
     def gradient(params: Params, key: Key) -> PyTree:
         batch = jax.tree.map(jnp.asarray, examples)
         free, loss_of = prepare(loss, params, batch, trainable)
+        count = jax.tree.leaves(batch)[0].shape[0]
+        if not count:
+            _check.fail("examples", "one or more", _check.Words("none"), "Give public examples.")
         if batch_size is not None:
-            count = jax.tree.leaves(batch)[0].shape[0]
+            _check.typed_key("key", key)
             rows = jax.random.randint(key, (batch_size,), 0, count)
             batch = jax.tree.map(lambda leaf: leaf[rows], batch)
         losses = jax.vmap(loss_of, in_axes=(None, 0))

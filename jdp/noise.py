@@ -141,7 +141,7 @@ def add_noise(
             "jdp.dp_aggregate, which takes per-example gradients.",
             TypeError,
         )
-    _check.noise_multiplier(noise_multiplier)
+    noise_multiplier = _check.noise_multiplier(noise_multiplier)
     replace_one = adjacency_of(noise_multiplier, adjacency) == "replace-one"
     factor = clipped_sum.replace_one_factor if replace_one else 1.0
     factor *= 1 + clipped_sum.rounding

@@ -42,7 +42,7 @@ def one_run_p_value(
     _check.integer("canaries", canaries, at_least=1, remedy=remedy)
     _check.integer("guesses", guesses, at_least=0, at_most=canaries, remedy=remedy)
     _check.integer("correct", correct, at_least=0, at_most=guesses, remedy=remedy)
-    _check.number("epsilon", epsilon, at_least=0, remedy="It is the epsilon to test.")
+    epsilon = _check.number("epsilon", epsilon, at_least=0, remedy="It is the epsilon to test.")
     _check.number("delta", delta, at_least=0, below=1, remedy="Use the delta of the claim.")
     tail = lambda v: stats.binom.sf(v - 1, guesses, special.expit(epsilon))  # noqa: E731
     beta, i = tail(correct), np.arange(1, correct + 1)

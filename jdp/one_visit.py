@@ -82,7 +82,7 @@ def tree_event(node_noise_multiplier: float, leaves: int) -> Event:
     >>> tree_event(3.0, 255).noise_multiplier == 3 / 8**0.5
     True
     """
-    z = float(_check.noise_multiplier(node_noise_multiplier))
+    z = float(_check.noise_multiplier(node_noise_multiplier, "node_noise_multiplier"))
     return dpa.GaussianDpEvent(z / math.sqrt(tree_height(leaves)))
 
 
@@ -146,6 +146,7 @@ class DisjointBlocks(FixedBatches):
         self, key: Key, epoch: int | Int32[Array, ""] = 0
     ) -> tuple[Int32[Array, "k m"], Int32[Array, "t b"]]:
         """The rows of each threshold and of each block of one pass, disjoint."""
+        _check.typed_key("key", key)
         order = jnp.arange(self.num_examples, dtype=jnp.int32)
         if self.batch_size < self.num_examples:
             order = jax.random.permutation(jax.random.fold_in(key, epoch), order)

@@ -37,6 +37,8 @@ from jdp.vote_plan import VotePlan as VotePlan
 from jdp.vote_plan import plan_votes as plan_votes
 from jdp.vote_plan import votes_event as votes_event
 
+_VOTES = "Take them from teacher_votes, for all teachers of the plan, each once."
+
 Train: TypeAlias = Callable[[Key, PyTree], Int[Array, " queries"]]
 
 
@@ -111,6 +113,9 @@ def teacher_votes(
     _check_plan(plan)
     remedy = "1 on a CPU, tens on an accelerator."
     _check.integer("together", together, at_least=1, remedy=remedy)
+    if not callable(train):
+        remedy = "It trains one teacher on its shard, and classifies the public examples."
+        _check.fail("train", "a function (key, shard) -> classes", train, remedy, TypeError)
     n = plan.sampler.num_examples
     for leaf in jax.tree.leaves(data) or [data]:
         if jnp.shape(leaf)[:1] != (n,):
@@ -126,10 +131,12 @@ def teacher_votes(
         shard = jax.tree.map(lambda leaf: leaf[shards[teacher]], data)
         return train(jax.random.fold_in(train_key, teacher), shard)
 
-    teachers = jnp.arange(plan.teachers) if teachers is None else jnp.asarray(teachers)
-    if teachers.ndim != 1 or not len(teachers) or not jnp.issubdtype(teachers.dtype, jnp.integer):
+    asked = np.arange(plan.teachers) if teachers is None else teachers
+    integers = hasattr(asked, "dtype") and jnp.issubdtype(asked.dtype, jnp.integer)
+    if not integers or jnp.ndim(asked) != 1 or not len(asked):
         remedy = "Pass jnp.arange(start, stop), or leave it out for all."
         _check.fail("teachers", "numbers of teachers, of shape (t,)", teachers, remedy)
+    teachers = jnp.asarray(asked)
     found = jax.eval_shape(vote, teachers[0])
     shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
     if shape != (plan.queries,) or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
@@ -205,13 +212,13 @@ def vote_sum(votes: Int[Array, "teachers queries"], num_classes: int) -> VoteSum
     Q histograms, each of which one teacher changes: noise scale sqrt(Q), and sqrt(2) times that
     where it votes otherwise.
     """
-    counts = _counts(votes, num_classes)
+    counts = _counts(_integers(votes), num_classes)
     return VoteSum((counts,), (math.sqrt(votes.shape[1]),), rows=votes.shape[0])
 
 
 def most_votes(votes: Int[Array, "teachers queries"], num_classes: int) -> MostVotes:
     """The most votes that a class has on each query, not yet private: noise scale sqrt(Q)."""
-    most = jnp.max(_counts(votes, num_classes), axis=1)
+    most = jnp.max(_counts(_integers(votes), num_classes), axis=1)
     return MostVotes((most,), (math.sqrt(votes.shape[1]),), rows=votes.shape[0])
 
 
@@ -226,12 +233,17 @@ def _checked(votes: Any, plan: VotePlan) -> Int[Array, "t q"]:
     """The votes as int32, if they are what was planned."""
     _check_plan(plan)
     shape = (plan.teachers, plan.queries)
-    remedy = "Take them from teacher_votes, for all teachers of the plan, each once."
-    if not hasattr(votes, "dtype") or not jnp.issubdtype(votes.dtype, jnp.integer):
-        _check.fail("votes", "an array of integers", votes, remedy, TypeError)
-    if votes.shape != shape:
-        _check.fail("votes", f"of shape {shape}, as the plan has it", votes, remedy)
+    if _integers(votes).shape != shape:
+        _check.fail("votes", f"of shape {shape}, as the plan has it", votes, _VOTES)
     return jnp.asarray(votes).astype(jnp.int32)
+
+
+def _integers(votes: Any) -> Any:
+    if not hasattr(votes, "dtype") or not jnp.issubdtype(votes.dtype, jnp.integer):
+        _check.fail("votes", "an array of integers", votes, _VOTES, TypeError)
+    if votes.ndim != 2 or not votes.size:
+        _check.fail("votes", "a matrix with a row a teacher, a column a query", votes, _VOTES)
+    return votes
 
 
 def _check_plan(plan: Any) -> None:

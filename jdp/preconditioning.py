@@ -228,7 +228,12 @@ def inverse_root(second_moments: PyTree, *, floor: float) -> PyTree:
     >>> print(public_data.inverse_root(jnp.array([0.0, 9.0]), floor=1.0))
     [1.   0.25]
     """
-    _check.number("floor", floor, above=0, remedy="It bounds the weights of silent coordinates.")
+    remedy = "It bounds the weights of silent coordinates."
+    floor = _check.number("floor", floor, above=0, remedy=remedy)
+    for path, leaf in jax.tree.leaves_with_path(second_moments):
+        if not hasattr(leaf, "dtype"):
+            name = f"second_moments{jax.tree_util.keystr(path)}"
+            _check.fail(name, "an array", leaf, "Average squares of public gradients.", TypeError)
     return jax.tree.map(lambda v: 1 / (jnp.sqrt(_tree.wide(v)) + floor), second_moments)
 
 

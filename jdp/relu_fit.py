@@ -253,6 +253,11 @@ def _check_descent(plan: TrainingPlan, threshold: Threshold, descent: Any) -> No
     """Refuse clip norms R s that are infinite under noise, or beyond what float32 can hold."""
     if not isinstance(descent, Descent):
         _check.fail("descent", "a Descent", descent, "Make one: Descent(learning_rate).", TypeError)
+    given = {name: getattr(descent, name) for name in ("learning_rate", "feature_bound", "radius")}
+    given |= {"value": threshold.value} if isinstance(threshold, FixedThreshold) else {}
+    for name, value in given.items():
+        finite, remedy = name == "learning_rate", "Choose it without looking at private data."
+        _check.number(name, value, above=0, finite=finite, traced=True, remedy=remedy)
     known, bound = _check.is_static_number, descent.feature_bound
     levels: list[Any] = []
     if isinstance(threshold, FixedThreshold):
@@ -296,6 +301,7 @@ def unprotected_glmtron(
     >>> print(unprotected_glmtron(x, y, steps=40, learning_rate=1.0).weights.round(3))
     [ 1. -1.]
     """
+    _check_matrix(x)
     plan = plan_blocks(x.shape[0], x.shape[0], steps, noise_multiplier=0.0, delta=0.5)
     return _unclipped(jax.random.key(0), x, y, plan, learning_rate, start, average, "surrogate")
 
@@ -336,9 +342,18 @@ def unprotected_sgd(
     >>> print(unprotected_sgd(jax.random.key(1), x, y, learning_rate=0.1).weights)
     [0. 0.]
     """
+    _check_matrix(x)
+    most = x.shape[0]
+    remedy = "It is a number of records; 1 is plain SGD."
+    _check.integer("batch_size", batch_size, at_least=1, at_most=most, remedy=remedy)
+    _check.integer("passes", passes, at_least=1, remedy="Count whole passes over the data.")
     steps = passes * (x.shape[0] // batch_size)
     plan = plan_blocks(x.shape[0], batch_size, steps, noise_multiplier=0.0, delta=0.5)
     return _unclipped(key, x, y, plan, learning_rate, start, average, gradient)
+
+
+def _check_matrix(x: Any) -> None:
+    _check.floating("x", x, ("n", "d"), remedy="Give the features of one record a row.")
 
 
 def _unclipped(key, x, y, plan, learning_rate, start, average, gradient) -> Fit:

@@ -267,6 +267,12 @@ def capacity_for(num_examples: int, sampling_rate: float, overflow_probability: 
     >>> capacity_for(60_000, 1 / 60, 1e-9)
     1200
     """
+    _check_num_examples(num_examples)
+    remedy = "It is batch_size / num_examples."
+    _check.number("sampling_rate", sampling_rate, above=0, at_most=1, remedy=remedy)
+    remedy = "It is that of one step: a small share of delta, over the number of steps."
+    name = "overflow_probability"
+    _check.number(name, overflow_probability, above=0, below=1, remedy=remedy)
     enough = int(stats.binom.isf(overflow_probability, num_examples, sampling_rate))
     return min(-(-max(enough, 1) // 8) * 8, num_examples)
 

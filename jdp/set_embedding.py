@@ -34,6 +34,7 @@ from jdp.planning import TrainingPlan
 Encode: TypeAlias = Callable[[PyTree], Float[Array, " features"]]
 """`encode(record) -> (features,)`, a public function of ONE record."""
 
+_CLIP = "It bounds the length of each record's embedding; 1.0 is usual."
 _MECHANISM = "mean of clipped embeddings of the records plus Gaussian noise (DP-DeepSets)"
 
 
@@ -48,6 +49,7 @@ class EmbeddingPlan(TrainingPlan):
         >>> round(plan.std(clip_norm=1.0), 4)
         0.0583
         """
+        _check.number("clip_norm", clip_norm, above=0, remedy=_CLIP)
         factor = ClippedSum.replace_one_factor if self.adjacency == "replace-one" else 1.0
         return factor * float(self.noise_multiplier) * clip_norm / self.batch_size
 
@@ -184,8 +186,7 @@ def embedding_sum(
     centre: Float[Array, " features"] | None = None,
 ) -> ClippedSum:
     """The sum of clipped embeddings, not yet private; arguments as in `private_embedding`."""
-    remedy = "It bounds the length of each record's embedding; 1.0 is usual."
-    _check.number("clip_norm", clip_norm, above=0, traced=True, remedy=remedy)
+    _check.number("clip_norm", clip_norm, above=0, traced=True, remedy=_CLIP)
     rows = _num_rows(records)
     if getattr(mask, "shape", (rows,)) != (rows,):
         remedy = "It tells for each record whether it is one, or padding."

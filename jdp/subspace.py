@@ -1,9 +1,7 @@
 """Low-dimensional subspaces of gradients, from PUBLIC gradients only."""
 
 import dataclasses
-import itertools
 import math
-import re
 from collections.abc import Sequence
 
 import jax
@@ -11,7 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jdp import _check, _tree
-from jdp._typing import Key, Params, PerExample, PyTree
+from jdp._typing import Key, PerExample, PyTree
+from jdp.groups import allocate_rank as allocate_rank
+from jdp.groups import group_leaves as group_leaves
 
 _MOST_PASSES = 7  # of Cholesky QR
 
@@ -51,6 +51,24 @@ def _matmul(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision="highest")
 
 
+def _check_fit(bases: Bases, per_example: PerExample) -> None:
+    """Refuse gradients of other parameters than the bases were made for."""
+    remedy = "Make both with the same parameters and the same trainable=."
+    got, expected = (
+        {jax.tree_util.keystr(k): leaf.shape[1:] for k, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (per_example, bases.rows)
+    )
+    for name in sorted(got.keys() | expected.keys()):
+        if got.get(name) != expected.get(name):
+            wanted, came = (_rows_of(own.get(name)) for own in (expected, got))
+            what = f"of shape {wanted}, as the bases have it"
+            _check.fail(f"per_example{name}", what, _check.Words(came), remedy)
+
+
+def _rows_of(shape: tuple[int, ...] | None) -> str:
+    return "None" if shape is None else f"({', '.join(['n', *map(str, shape)])})"
+
+
 def project(bases: Bases, per_example: PerExample) -> tuple[Float[Array, "n k_g"], ...]:
     """Return the coordinates B_g g_i of every example in every group's subspace.
 
@@ -58,6 +76,7 @@ def project(bases: Bases, per_example: PerExample) -> tuple[Float[Array, "n k_g"
       bases: k_g rows for each group.
       per_example: leaves of shape (n, ...).
     """
+    _check_fit(bases, per_example)
     coordinates: dict[int, Array] = {}
     for leaf, rows, group in zip(
         jax.tree.leaves(per_example), jax.tree.leaves(bases.rows), bases.groups, strict=True
@@ -70,6 +89,12 @@ def project(bases: Bases, per_example: PerExample) -> tuple[Float[Array, "n k_g"
 def lift(bases: Bases, coordinates: Sequence[Float[Array, "*n k_g"]]) -> PyTree:
     """Return B^T w, shaped like the parameters: the vector (or n vectors) with coordinates w."""
     leaves, structure = jax.tree.flatten(bases.rows)
+    ranks = {group: rows.shape[0] for rows, group in zip(leaves, bases.groups, strict=True)}
+    expected, got = [ranks[group] for group in sorted(ranks)], _last_sizes(coordinates)
+    if got != expected:
+        what = f"for each group an array whose last axis has sizes {expected}"
+        remedy = "Take them from project(bases, per_example)."
+        _check.fail("coordinates", what, _check.Words(f"sizes {got}"), remedy)
     return jax.tree.unflatten(
         structure,
         [
@@ -77,6 +102,10 @@ def lift(bases: Bases, coordinates: Sequence[Float[Array, "*n k_g"]]) -> PyTree:
             for rows, group in zip(leaves, bases.groups, strict=True)
         ],
     )
+
+
+def _last_sizes(coordinates: Sequence[Array]) -> list[int]:
+    return [jnp.shape(part)[-1] if jnp.ndim(part) else 0 for part in coordinates]
 
 
 def orthonormalize(key: Key, rows: Float[Array, "k p"]) -> Float[Array, "k p"]:
@@ -92,7 +121,11 @@ def orthonormalize(key: Key, rows: Float[Array, "k p"]) -> Float[Array, "k p"]:
       key: a typed key; it decides the completion only.
       rows: float32, k <= p. Rows that are not finite are treated as zero.
     """
-    k, p = rows.shape
+    _check.typed_key("key", key)
+    remedy = "A basis has at most p orthonormal rows."
+    k, p = _check.floating("rows", rows, ("k", "p"), remedy=remedy).shape
+    if k > p:
+        _check.fail("rows", "of shape (k, p), k <= p", rows, remedy)
     norms = jnp.linalg.norm(rows, axis=1, keepdims=True)
     usable = jnp.isfinite(norms) & (norms > 0)
     unit = jnp.where(usable, rows / jnp.where(usable, norms, 1), 0)
@@ -140,6 +173,9 @@ def principal_axes(
     With $\lambda_i$ the anchors' mean square along axis i (at least $10^{-4}$ of the largest), the
     weights are proportional to $\lambda_i^{-power/2}$, and keep the anchors' mean square.
     """
+    _check.floating("rows", rows, ("k", "p"), remedy="Take them from power_iteration.")
+    remedy = "Give one public gradient a row, of as many entries as the basis has."
+    _check.floating("anchors", anchors, ("m", rows.shape[1]), remedy=remedy)
     inside = _matmul(_scaled(anchors), rows.T)
     spread, axes = jnp.linalg.eigh(_matmul(inside.T, inside))
     spread = spread / jnp.where(spread[-1] > 0, spread[-1], 1)
@@ -183,11 +219,11 @@ def power_iteration(
     [[1. 0. 0.]]
     """
     _check.typed_key("key", key)
-    if jnp.ndim(anchors) != 2 or 0 in jnp.shape(anchors):
-        _check.fail("anchors", "a matrix (m, p)", anchors, "Give one public gradient a row.")
+    _check.floating("anchors", anchors, ("m", "p"), remedy="Give one public gradient a row.")
     p = anchors.shape[1]
-    if start is not None and jnp.shape(start) != (rank, p):
-        _check.fail("start", f"of shape {(rank, p)}", start, "Give one row for each direction.")
+    if start is not None:
+        remedy = "Give one row for each direction."
+        _check.floating("start", start, (rank, p), remedy=remedy)
     _check.integer(
         "rank", rank, at_least=1, at_most=p, remedy="A basis has at most p orthonormal rows."
     )
@@ -228,6 +264,13 @@ def public_bases(
     >>> bases.rows["w"].shape
     (2, 3)
     """
+    _check.typed_key("key", key)
+    labels = _labels(groups, anchors)
+    if not isinstance(ranks, Sequence) or len(ranks) != max(labels) + 1:
+        expected = f"one rank for each of the {max(labels) + 1} groups"
+        _check.fail("ranks", expected, ranks, "Take them from jdp.allocate_rank.", TypeError)
+    remedy = "0 leaves the rows as they are."
+    _check.number("whitening", whitening, at_least=0, at_most=1, remedy=remedy)
     matrices = _by_group(anchors, groups)
     starts = [None] * len(matrices) if start is None else _by_group(start.rows, groups)
     rows = [
@@ -253,7 +296,14 @@ def bases_from_rows(
       like: a pytree with leaves of shape (any, *parameter shape).
       groups: the group of each leaf, in tree order.
     """
+    sizes = [0] * (max(_labels(groups, like)) + 1)
     leaves, structure = jax.tree.flatten(like)
+    for leaf, group in zip(leaves, groups, strict=True):
+        sizes[group] += math.prod(leaf.shape[1:])
+    got = [jnp.shape(matrix)[1:] for matrix in rows]
+    if got != [(size,) for size in sizes]:
+        expected = f"matrices with {sizes} columns, one for each group"
+        _check.fail("rows", expected, _check.Words(f"{got}"), "Flatten the leaves side by side.")
     used = [0] * len(rows)
     split = []
     for leaf, group in zip(leaves, groups, strict=True):
@@ -263,101 +313,12 @@ def bases_from_rows(
     return Bases(jax.tree.unflatten(structure, split), tuple(groups))
 
 
-def _natural(name: str) -> list[str | int]:
-    """Sort key by which layer2 comes before layer10: text and numbers alternate."""
-    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
-
-
-def group_leaves(params: Params, num_groups: int) -> PyTree:
-    """Return labels 0..G-1 that share out the parameters, whole layers at a time.
-
-    Layers (leaves with the same parent) are taken in natural order and cut into G consecutive
-    groups so that the sum of squared group sizes, which GEP's time and memory follow, is least.
-
-    Args:
-      params: any pytree of arrays.
-      num_groups: G, at most the number of layers. The paper uses 5.
-
-    Returns:
-      A pytree of integers like `params`.
-
-    Raises:
-      TypeError: `num_groups` is not an integer.
-      ValueError: it is not between 1 and the number of layers.
-
-    >>> import jax.numpy as jnp, jdp
-    >>> layer = {"bias": jnp.zeros(2), "kernel": jnp.zeros((2, 2))}
-    >>> jdp.group_leaves({"layer1": layer, "layer2": layer}, 2)
-    {'layer1': {'bias': 0, 'kernel': 0}, 'layer2': {'bias': 1, 'kernel': 1}}
-    """
-    paths, structure = jax.tree.flatten_with_path(params)
-    parents = [jax.tree_util.keystr(path[:-1]) if len(path) > 1 else str(path) for path, _ in paths]
-    sizes: dict[str, int] = {}
-    for parent, (_, leaf) in zip(parents, paths, strict=True):
-        sizes[parent] = sizes.get(parent, 0) + jnp.size(leaf)
-    layers = sorted(sizes, key=_natural)
-    _check.integer(
-        "num_groups",
-        num_groups,
-        at_least=1,
-        at_most=len(layers),
-        remedy="Layers are not cut; use at most one group for each.",
-    )
-    ends = [0, *itertools.accumulate(sizes[layer] for layer in layers)]
-    # best[j] = (cost, cuts) of the first j layers in the current number of groups.
-    best = {j: (ends[j] ** 2, (0,)) for j in range(1, len(layers) + 1)}
-    for count in range(2, num_groups + 1):
-        best = {
-            j: min(
-                (best[i][0] + (ends[j] - ends[i]) ** 2, (*best[i][1], i))
-                for i in range(count - 1, j)
-            )
-            for j in range(count, len(layers) + 1)
-        }
-    cuts = best[len(layers)][1]
-    label = {layer: sum(cut <= index for cut in cuts) - 1 for index, layer in enumerate(layers)}
-    return jax.tree.unflatten(structure, [label[parent] for parent in parents])
-
-
-def allocate_rank(
-    rank: int, group_sizes: Sequence[int], num_anchors: int | None = None
-) -> tuple[int, ...]:
-    r"""Share out a total rank by $k_g = \lfloor k \sqrt{p_g} / \sum_h \sqrt{p_h} \rfloor$.
-
-    Yu et al. 2021, section 3.1; then $k_g \le \min(p_g, m)$ and at least 1.
-
-    Args:
-      rank: the total k.
-      group_sizes: the number of parameters p_g in each group.
-      num_anchors: m; more directions than anchors carry noise only. Unlimited by default.
-
-    Raises:
-      TypeError: a number is not an integer.
-      ValueError: the rank is less than the number of groups.
-
-    >>> import jdp
-    >>> jdp.allocate_rank(1000, (432, 13_824, 50_688, 202_752, 650), 2000)
-    (24, 140, 268, 536, 30)
-    """
-    if not isinstance(group_sizes, Sequence) or not group_sizes:
-        _check.fail(
-            "group_sizes",
-            "a non-empty sequence of integers",
-            group_sizes,
-            "Give the number of parameters in each group.",
-            TypeError,
-        )
-    sizes = [
-        _check.integer("group_sizes", size, at_least=1, remedy="Give parameters per group.")
-        for size in group_sizes
-    ]
-    _check.integer(
-        "rank", rank, at_least=len(sizes), remedy="Every group needs one direction at least."
-    )
-    limit = rank if num_anchors is None else num_anchors
-    _check.integer("num_anchors", limit, at_least=1, remedy="Give the number of public examples.")
-    roots = [size**0.5 for size in sizes]
-    return tuple(
-        max(1, min(int(rank * root / sum(roots)), size, limit))
-        for root, size in zip(roots, sizes, strict=True)
-    )
+def _labels(groups: Sequence[int], like: PerExample) -> Sequence[int]:
+    """The group of each leaf, if they are 0, 1, ... and there is one for each leaf."""
+    count = len(jax.tree.leaves(like))
+    known = isinstance(groups, Sequence) and all(map(_check.is_static_integer, groups))
+    if not known or len(groups) != count or set(groups) != set(range(len(set(groups)))):
+        expected = f"labels 0, 1, ..., one for each of the {count} leaves"
+        remedy = "Take them from jax.tree.leaves(jdp.group_leaves(params, num_groups))."
+        _check.fail("groups", expected, groups, remedy)
+    return groups

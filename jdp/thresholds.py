@@ -52,6 +52,11 @@ class Grid:
         return jnp.sum(magnitudes[:, None] > self.values()[None, :], axis=1)
 
 
+def _check_grid(grid: Any) -> None:
+    if not isinstance(grid, Grid):
+        _check.fail("grid", "a Grid", grid, "Make one: Grid(floor, levels).", TypeError)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FixedThreshold:
@@ -108,6 +113,7 @@ class PublicThreshold:
         if self.x.shape[0] != self.y.shape[0]:
             expected = f"of shape ({self.x.shape[0]},), as x has records"
             _check.fail("y", expected, self.y, "Give as many labels as records.")
+        _check_grid(self.grid)
         remedy = "1 is the paper's choice; 0.9 bears outliers."
         _check.number("quantile", self.quantile, above=0, at_most=1, traced=True, remedy=remedy)
 
@@ -169,6 +175,7 @@ class PrivateThreshold:
 
     def __post_init__(self):
         """Validate."""
+        _check_grid(self.grid)
         remedy = "It is a share of the records that are clipped; 0.1 is usual."
         _check.number("share", self.share, at_least=0, below=1, traced=True, remedy=remedy)
         _check.number("failure", self.failure, above=0, below=1, remedy="0.1 is usual.")

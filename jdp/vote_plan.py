@@ -43,13 +43,14 @@ def votes_event(
     >>> round(accounting.privacy_spent(event, delta=1e-5, adjacency="replace-one").epsilon, 2)
     2.55
     """
-    z_votes = float(_check.noise_multiplier(vote_noise_multiplier))
+    z_votes = float(_check.noise_multiplier(vote_noise_multiplier, "vote_noise_multiplier"))
     answers = _check.integer("answers", answers, at_least=0, remedy=_COUNT)
     queries = _check.integer("queries", queries, at_least=0, remedy=_COUNT)
     votes = dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(z_votes), answers)
     if queries == 0:
         return votes
-    z_threshold = float(_check.noise_multiplier(threshold_noise_multiplier))
+    name = "threshold_noise_multiplier"
+    z_threshold = float(_check.noise_multiplier(threshold_noise_multiplier, name))
     thresholds = dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(z_threshold), queries)
     return dpa.ComposedDpEvent([thresholds, votes])
 

@@ -1,4 +1,6 @@
-"""Programs that `test_resume.py` kills: `python resumed.py {loop,gep} FOLDER`.
+"""Programs that `test_resume.py` kills: `python resumed.py PROGRAM FOLDER`.
+
+A program is `loop`, `gep` (the experiment with several methods), or one of its methods.
 
 Whatever is charged must be charged first: each range of steps is noted in FOLDER/taken when its
 work begins. Keys are fixed for a run without a checkpoint, and worthless for one that has one: who
@@ -71,7 +73,7 @@ def loop(folder):
         write_state(folder / "run.npz", {"w": run.state[0], "steps": run.state[1][0].step})
 
 
-def gep(folder):
+def gep(folder, methods):
     """The experiment, on small data."""
     from experiments import _run, gep
 
@@ -89,18 +91,22 @@ def gep(folder):
             write_state(out / f"{name}.npz", found[1])
         _store.delete(out / checkpoints.FOLDER / name)
 
-    args = gep.Args(dataset="digits", smoke=True, methods=METHODS, out=folder, save_every=0.0)
+    args = gep.Args(dataset="digits", smoke=True, methods=methods, out=folder, save_every=0.0)
     steps = {"steps": 60, "rank": 8, "refresh_every": 2, "warm_start": True, "eval_every": 3}
     args = gep.dataclasses.replace(args, smoke=False, max_examples=200, seeds=1, **steps)
-    args = gep.dataclasses.replace(args, batch_size=32)
+    args = gep.dataclasses.replace(args, batch_size=32, teachers=10, queries=20)
     jdp.ResumableRun = Noted
     gep.checkpoints.discard = keep
     names = iter(args.methods)
-    done = _run.Folder(folder)._pieces
+    done = _run.Folder(folder, "gep")._pieces
     left = [name for name in names if f"{name}/0" not in done]
     _run.keys = lambda seed, repeat: _run.Keys(*first_keys(folder, f"{left.pop(0)}-0"))
     gep.main(args)
 
 
 if __name__ == "__main__":
-    {"loop": loop, "gep": gep}[sys.argv[1]](pathlib.Path(sys.argv[2]))
+    program, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+    if program == "loop":
+        loop(folder)
+    else:
+        gep(folder, METHODS if program == "gep" else (program,))

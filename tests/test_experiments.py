@@ -230,10 +230,10 @@ def test_search_is_resumable_fair_and_deterministic(tmp_path):
 
 
 def test_folder_replaces_files_atomically(tmp_path):
-    folder = _run.Folder(tmp_path / "run")
+    folder = _run.Folder(tmp_path / "run", "gep")
     assert folder.get("a", {"x": 1}) is None
     folder.put("a", {"x": (1, 2)}, {"score": 0.5})
-    assert _run.Folder(tmp_path / "run").get("a", {"x": (1, 2)}) == {"score": 0.5}
+    assert _run.Folder(tmp_path / "run", "gep").get("a", {"x": (1, 2)}) == {"score": 0.5}
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["results.json"]
 
 

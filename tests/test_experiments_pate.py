@@ -82,8 +82,8 @@ REFUSED = {"answers": {"answers": 3}, "teachers": {"teachers": 5_000}, "answer":
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_options_that_the_plan_refuses(name, tmp_path):
-    with pytest.raises(ValueError, match=name):
+def test_options_that_do_not_belong_together_are_refused(name, tmp_path):
+    with pytest.raises(UsageError, match=name):
         pate.main(dataclasses.replace(DIGITS, out=tmp_path, **REFUSED[name]))
 
 

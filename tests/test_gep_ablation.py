@@ -107,9 +107,9 @@ def test_finished_cases_are_not_run_again(smoke, monkeypatch):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"parts": ("rank", "size")}, "--parts must be some of rank"),
+        ({"parts": ("rank", "size")}, "--parts must be different ones of rank"),
         ({"parts": ()}, "--parts"),
-        ({"seeds": 0}, "--seeds must be at least 1"),
+        ({"seeds": 0}, "--seeds must be above 0"),
         ({"epsilon": -1.0}, "--epsilon must be above 0"),
     ],
 )

@@ -180,7 +180,7 @@ def test_training_is_taken_up_in_the_middle(tmp_path, monkeypatch):
     from experiments import _run
 
     monkeypatch.setattr(_lora_stages, "CHECKPOINT_EVERY", 2)
-    folder, seen = _run.Folder(tmp_path), []
+    folder, seen = _run.Folder(tmp_path, "hypernet_lora"), []
 
     def step(carry, index, batch):
         if index == 3 and len(seen) == 3:

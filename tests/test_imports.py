@@ -21,7 +21,8 @@ TABLE = {
     "gradients": BASE | {"_uses", "clipping", "bookkeeping"},
     "aggregate": BASE | CORE,
     "adaptive": BASE | CORE | {"aggregate"},
-    "subspace": BASE,
+    "groups": {"_typing", "_check"},
+    "subspace": BASE | {"groups"},
     "_uses": set(),
     "_walk": {"_uses"},
     "_factors": {"_tree", "_uses"},
@@ -57,7 +58,7 @@ TABLE = {
     "pate": BASE | CORE | {"vote_plan"},
     # DP-DeepSets: a release that knows nothing of networks, and networks about it.
     "set_embedding": BASE | CORE | {"one_visit", "planning"},
-    "hypernet_networks": set(),
+    "hypernet_networks": {"_check"},
     "hypernet_model": BASE | {"set_embedding"},
     "hypernet_training": BASE | {"hypernet_model"},
     "hypernet": {"hypernet_model", "hypernet_networks", "hypernet_training", "set_embedding"},

@@ -113,7 +113,7 @@ def test_tuning_does_not_look_at_the_test_part(tmp_path):
     test = features.test.copy()
     test[order[4:]] = np.nan  # all but the public ones
     found = [
-        linear_probe.Study(args, own, _run.Folder(tmp_path / name)).tune("dp-sgd")
+        linear_probe.Study(args, own, _run.Folder(tmp_path / name, "linear_probe")).tune("dp-sgd")
         for name, own in (("a", features), ("b", dataclasses.replace(features, test=test)))
     ]
     assert found[0] == found[1]
