@@ -27,7 +27,7 @@ def secure_key(*, system_noise: bool = False) -> Key:
     their models, would be less private than the plan says.
 
     Args:
-      system_noise: whether `jdp.add_noise`, and whatever uses it, takes the noise from the operating
+      system_noise: whether `jdp.add_noise`, and whatever uses it, takes noise from the operating
         system's cryptographic generator instead of the key: each value the sum of four float64
         draws (Holohan and Braghin 2021), added to the sum in float64 on the host, and the result
         rounded to a millionth of the noise, so that last bits tell nothing. About 40 times as slow
