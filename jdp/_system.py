@@ -7,6 +7,7 @@ draws, but for noise, which `jdp.add_noise` leaves to the functions here.
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ _DRAWS = 4  # a value
 _CHUNK = 2**15  # values at a time, that their draws stay in the cores' caches
 _GRID = 2.0**-20  # of the noise's standard deviation; what is released are multiples of about that
 _threefry = random.threefry_prng_impl
-KIND = random.define_prng_impl(
+KIND: Any = random.define_prng_impl(
     key_shape=_threefry.key_shape,
     seed=_threefry.seed,
     split=_threefry.split,
