@@ -10,6 +10,7 @@ from experiments import (
     _ablation_report,
     _audit_tables,
     _hypernet_tables,
+    _lora_tables,
     _probe_report,
     _speed_tables,
     gep_table,
@@ -62,6 +63,8 @@ def tables() -> dict[str, str]:
         "gep_table": gep_table.markdown,
         "linear_probe": _probe_report.markdown,
         "hypernet_regression": _hypernet_tables.markdown,
+        "hypernet_lora": _lora_tables.markdown,
+        "hypernet_head": _lora_tables.head_markdown,
         "audit": _audit_tables.markdown,
     }
     return {

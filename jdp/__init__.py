@@ -9,6 +9,7 @@ from jdp import accounting as accounting
 from jdp import auditing as auditing
 from jdp import checkpoints as checkpoints
 from jdp import ledger as ledger
+from jdp import lora as lora
 from jdp import pate as pate
 from jdp import public_data as public_data
 from jdp import relu_regression as relu_regression

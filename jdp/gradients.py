@@ -14,10 +14,13 @@ from jdp.clipping import ClippedSum, Clipper, NormClipper
 
 Strategy: TypeAlias = Literal["auto", "book-keeping", "scan", "vmap"]
 
-# Bytes that a microbatch may hold if its size is not given: about what fits a CPU's caches (smaller
-# and larger ones were slower; convolutions like half of it), and what keeps an accelerator busy.
-# Where gradients are written out, room for more: what reads them (GEP's products) likes many rows.
-_WORKING_SET = {"cpu": 2**25, "accelerator": 2**30}
+# Bytes that a microbatch may hold if its size is not given: on CPUs about what fits caches (smaller
+# and larger ones were slower), on accelerators what keeps them busy. Where gradients are written
+# out there is room for more: what reads them (GEP's products) likes many rows.
+_WORKING_SETS = {
+    "cpu": {"ordinary": 24 * 2**20, "convolutions": 16 * 2**20, "written out": 64 * 2**20},
+    "accelerator": {"ordinary": 2**30, "convolutions": 2**30, "written out": 2**32},
+}
 
 
 def _partition(params: Params, trainable: PyTree | None) -> PyTree:
@@ -155,15 +158,14 @@ def examples_that_fit(loss: Loss, params: Params, batch: PyTree, *, written: boo
         )
         for n in (1, 2)
     )
-    each = two - one
-    place = "cpu" if jax.default_backend() == "cpu" else "accelerator"
-    room = _WORKING_SET[place]
+    each, kind = two - one, "convolutions" if _convolves(loss, params, batch) else "ordinary"
     if written:
-        each += sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(params))
-        room *= 2 if place == "cpu" else 4
-    elif place == "cpu" and _convolves(loss, params, batch):
-        room //= 2
-    return max(1, room // max(each, 1))
+        each, kind = (
+            each + sum(4 * jnp.size(leaf) for leaf in jax.tree.leaves(params)),
+            "written out",
+        )
+    place = "cpu" if jax.default_backend() == "cpu" else "accelerator"
+    return max(1, _WORKING_SETS[place][kind] // max(each, 1))
 
 
 def _convolves(loss: Loss, params: Params, batch: PyTree) -> bool:
@@ -408,25 +410,31 @@ def clipped_grad(
         if steps == 1:
             return sum_of(batch, mask)
         padded = steps * microbatch
-        # Padding repeats the last example, so that it is as valid an input as any. Microbatch j has
-        # examples j, j + steps, ...: of a batch sharded over devices, a share of every device's.
-        rows = jnp.minimum(jnp.arange(padded), size - 1)
-        real = ((jnp.arange(padded) < size) & mask[rows]).reshape(microbatch, steps)
-        chunks = jax.tree.map(
-            lambda leaf: (jnp.asarray(leaf) if padded == size else jnp.asarray(leaf)[rows]).reshape(
-                microbatch, steps, *jnp.shape(leaf)[1:]
-            ),
-            batch,
-        )
-        empty = sum_of(jax.tree.map(lambda leaf: jnp.asarray(leaf)[:0], batch), jnp.zeros(0, bool))
+        batch, chunks = jax.tree.map(jnp.asarray, batch), None
+        if devices > 1:
+            # Microbatch j has examples j, j + steps, ...: a share of every device's. Padding
+            # repeats the last example, so that it is as valid an input as any.
+            rows = jnp.minimum(jnp.arange(padded), size - 1)
+            real = (jnp.arange(padded) < size) & mask[rows]
+            even = batch if padded == size else jax.tree.map(lambda leaf: leaf[rows], batch)
+            shape = microbatch, steps
+            chunks = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), (even, real))
+
+        def microbatch_of(index: Array) -> tuple[PyTree, Mask]:
+            if chunks is not None:
+                take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False)  # noqa: E731
+                return jax.tree.map(take, chunks)
+            # The last one begins early enough to be whole; what was there already does not count.
+            first = jnp.minimum(index * microbatch, size - microbatch)
+            take = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, microbatch)  # noqa: E731
+            new = first + jnp.arange(microbatch) >= index * microbatch
+            return jax.tree.map(take, batch), take(mask) & new
+
+        empty = sum_of(jax.tree.map(lambda leaf: leaf[:0], batch), jnp.zeros(0, bool))
         roundings = []  # of a microbatch: static, the same for all
 
         def add(carry: tuple[PyTree, PyTree], index: Array):
-            part, present = jax.tree.map(
-                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False),
-                (chunks, real),
-            )
-            total = sum_of(part, present)
+            total = sum_of(*microbatch_of(index))
             roundings.append(total.rounding)
             return _tree.compensated_add(*carry, total.parts), None
 

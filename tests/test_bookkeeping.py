@@ -262,14 +262,14 @@ def test_microbatches_are_as_large_as_memory_allows(monkeypatch):
         return "scan" in str(jax.make_jaxpr(lambda p: function(p, batch, mask=MASK))(params))
 
     assert not scans(written) and not scans(kept)
-    # Written out, four times as much is held, and all parameters count.
-    monkeypatch.setattr(
-        "jdp.gradients._WORKING_SET", dict.fromkeys(gradients._WORKING_SET, 6 * floats)
-    )
+    # Written out, all parameters count, and there is more room.
+    for sizes in gradients._WORKING_SETS.values():
+        monkeypatch.setitem(sizes, "written out", 24 * floats)
+        monkeypatch.setitem(sizes, "ordinary", 6 * floats)
     assert scans(written) and not scans(kept)
     assert_close(written(params, batch, mask=MASK), reference)
-    for kind in gradients._WORKING_SET:
-        monkeypatch.setitem(gradients._WORKING_SET, kind, 1)
+    for sizes in gradients._WORKING_SETS.values():
+        monkeypatch.setitem(sizes, "ordinary", 1)
     assert scans(kept)
     assert_close(kept(params, batch, mask=MASK), reference)
 

@@ -36,6 +36,7 @@ TABLE = {
     "mirror_descent": BASE | {"noise", "aggregate", "gradients"},
     "public_data": {"mirror_descent", "preconditioning", "projection"},
     "adam": BASE | {"aggregate"},
+    "lora": BASE,
     # The host rooms know nothing of gradients.
     "_accountants": {"_typing", "_check"},
     "accounting": {"_typing", "_check", "_accountants"},

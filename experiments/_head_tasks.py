@@ -1,0 +1,74 @@
+"""Tasks of `experiments.hypernet_head`: to tell two classes apart, from features of images."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+
+from experiments import datasets
+from experiments._run import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """Images of one part: features (n, d) and labels."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+    def all_of(self, pair: np.ndarray):
+        """Return the features of all images of a pair of classes, and labels -1 or 1."""
+        rows = np.isin(self.y, pair)
+        return self.x[rows], np.where(self.y[rows] == pair[1], 1, -1).astype(np.float32)
+
+    def draw(self, rng: np.random.Generator, pair: np.ndarray, count: int):
+        """Return (count, d) features and labels -1 or 1, half of each class of the pair."""
+        signs = np.where(np.arange(count) % 2, 1, -1)
+        rows = np.empty(count, int)
+        for sign, label in zip((-1, 1), pair, strict=True):
+            found = np.flatnonzero(self.y == label)
+            wanted = int((signs == sign).sum())
+            if wanted > len(found):
+                raise UsageError(f"--sizes must be at most {2 * len(found)}, but got {count}")
+            rows[signs == sign] = rng.choice(found, wanted, replace=False)
+        return self.x[rows], signs.astype(np.float32)
+
+
+def load(features: str, dimension: int) -> tuple[Pool, Pool, Pool, str]:
+    """Public, private and test parts, in the principal components of the public one."""
+    if features == "digits":
+        data = datasets.load("digits", num_public=700)
+        parts = [
+            (data.public_images, data.public_labels),
+            (data.train_images, data.train_labels),
+            (data.test_images, data.test_labels),
+        ]
+        source = data.source
+    else:
+        path = pathlib.Path(features)
+        if not path.exists():
+            raise UsageError(f"there is no {path}; --features takes a .npz file, or digits")
+        with np.load(path) as found:
+            x, y = found["train"], found["train_labels"]
+            half = len(x) // 2
+            parts = [(x[:half], y[:half]), (x[half:], y[half:])]
+            parts.append((found["test"], found["test_labels"]))
+        source = f"{path.name}, halved"
+    flat = [(x.reshape(len(x), -1).astype(np.float32), np.asarray(y)) for x, y in parts]
+    mean = flat[0][0].mean(0)
+    values, vectors = np.linalg.eigh(np.cov((flat[0][0] - mean).T))
+    keep = np.argsort(-values)[:dimension]
+    scale = np.sqrt(values[keep].sum())  # mean squared norm 1
+    pools = [Pool(((x - mean) @ vectors[:, keep] / scale).astype(np.float32), y) for x, y in flat]
+    return pools[0], pools[1], pools[2], source
+
+
+def pairs(classes: np.ndarray, rng: np.random.Generator, count: int) -> np.ndarray:
+    """Random ordered pairs of different classes, (count, 2)."""
+    return np.stack([rng.permutation(classes)[:2] for _ in range(count)])
+
+
+def records(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """What the encoder sees: features, features signed by the label, and the label."""
+    sign = y[..., None]
+    return np.concatenate([x, x * sign, sign], -1)
