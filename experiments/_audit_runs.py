@@ -1,4 +1,4 @@
-"""Runs of several steps, ReLU regressions and votes, as `experiments.audit` attacks them."""
+"""Runs, ReLU regressions, votes and embeddings, as `experiments.audit` attacks them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,19 @@ import numpy as np
 import optax
 
 import jdp
-from experiments._audit_frame import ALWAYS, HUGE, Case, Claim, flat, gaussian
-from jdp import pate
+from experiments._audit_frame import (
+    ALWAYS,
+    FRAME,
+    HUGE,
+    Case,
+    Claim,
+    flat,
+    gaussian,
+    mask_of,
+    rows,
+)
+from jdp import hypernet, pate
+from jdp._typing import Adjacency
 from jdp.relu_regression import Descent, FixedThreshold, Grid, PrivateThreshold, fit, plan_blocks
 
 # Runs of several steps ----------------------------------------------------------------------------
@@ -169,3 +180,32 @@ def pate_labels(**options: Any) -> Case:
         return flat((found.answered, found.labels)), ALWAYS
 
     return Case(release, Claim(plan.event, plan.adjacency), _VOTES)
+
+
+# Mean embeddings ----------------------------------------------------------------------------------
+
+
+def private_embedding(adjacency: Adjacency = "zero-out") -> Case:
+    """The noisy mean of six embedded records, one of them huge, and masked or replaced."""
+    matrix, offset = jnp.asarray(FRAME[:4].T), jnp.linspace(-0.2, 0.3, 4)
+    replace_one = adjacency == "replace-one"
+
+    def release(key, present):
+        records = rows(HUGE * FRAME[0])
+        if replace_one:
+            records = records.at[-1].multiply(jnp.where(present, 1.0, -1.0))
+        e = hypernet.private_embedding(
+            key,
+            lambda record: record @ matrix + offset,
+            records,
+            mask_of(present | replace_one),
+            clip_norm=0.7,
+            noise_multiplier=1.0,
+            num_records=6,
+            centre=offset / 2,
+            adjacency=adjacency,
+        )
+        return e, ALWAYS
+
+    neighbours = "a record, or its opposite" if replace_one else "a record, or none"
+    return Case(release, gaussian(1.0, adjacency), neighbours)

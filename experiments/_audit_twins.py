@@ -30,16 +30,9 @@ HARMLESS = {
     "scales add in merge": "too much noise",
     "noise in merge": "noise is added twice, and half of the data is lost",
     "divided by the padded size": "a public constant factor",
+    "noise of the sum on the mean": "the sum is released, with the noise of a sum",
 }
-# Of `jdp.hypernet`; not attacked yet, as its mechanism in `_audit_cases.PENDING`.
-PENDING = (
-    "normalised over the set",
-    "centred by private records",
-    "mean of the records present",
-    "noise of the sum on the mean",
-    "mean under the wrong adjacency",
-    "clip after the mean",
-)
+PENDING: tuple[str, ...] = ()  # not attacked yet
 
 
 @functools.cache
@@ -227,6 +220,26 @@ def charged(name: str, queries: int, answers: int) -> Case:
     return Case(release, gaussian(1 / float(plan.noise_multiplier), "replace-one"), _VOTES)
 
 
+# Mean embeddings ----------------------------------------------------------------------------------
+
+
+def embedding(
+    name: str, canary: np.ndarray, others: np.ndarray | None = None, *, adjacency: Any = "zero-out"
+) -> Case:
+    """A broken mean of embeddings; the canary is a null record instead, or its opposite."""
+    mean, replace_one = twin(name), adjacency == "replace-one"
+    matrix, everyone = batch(canary, others), np.ones(ROWS, bool)
+
+    def release(key, present):
+        factor = jnp.where(present, 1.0, -1.0 if replace_one else 0.0)
+        records = jnp.asarray(matrix).at[-1].multiply(factor)
+        mask = jnp.asarray(everyone).at[-1].set(present | replace_one)
+        return mean(key, records, mask, 1.0, adjacency), ALWAYS
+
+    neighbours = "a record, or its opposite" if replace_one else "a record, or a null record"
+    return Case(release, gaussian(1.0, adjacency), neighbours)
+
+
 # ReLU regression ----------------------------------------------------------------------------------
 
 
@@ -342,6 +355,17 @@ TWINS: dict[str, Callable[[], Case]] = {
     ),
     "replace-one without the factor": lambda: door(
         "replace-one without the factor", along(0), adjacency="replace-one", opposite=True
+    ),
+    "clip after the mean": lambda: embedding(
+        "clip after the mean", -2 * normal(5, ROWS - 1).sum(axis=0)
+    ),
+    "centred by private records": lambda: embedding("centred by private records", along(0)),
+    "normalised over the set": lambda: embedding("normalised over the set", along(0)),
+    "mean of the records present": lambda: embedding(
+        "mean of the records present", along(0), np.tile(-along(0), (ROWS - 1, 1))
+    ),
+    "mean under the wrong adjacency": lambda: embedding(
+        "mean under the wrong adjacency", along(0), adjacency="replace-one"
     ),
     "threshold from gradient rows": lambda: relu(
         "threshold from gradient rows",

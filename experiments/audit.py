@@ -45,8 +45,10 @@ USUAL_DELTA = 1e-5  # at which mu is translated to epsilon
 ONE_RUN_DELTA = 1e-7  # one run pays canaries times delta
 CHUNK = 2**15
 NAMES = (*MECHANISMS, *_audit_twins.TWINS, *_audit_training.TRAININGS)
-# Two bounds a case, of epsilon and of mu; a fixed number, also where only some are run.
-SIGNIFICANCE = FAILURE / (2 * len(NAMES))
+# Two bounds a case, of epsilon and of mu. A fixed number, with room for further rows: the others
+# then need not be run again.
+STATEMENTS = 240
+SIGNIFICANCE = FAILURE / STATEMENTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,7 @@ def main(args: Args) -> dict[str, Any]:
     summary = {
         "experiment": "audit",
         "confidence": 1 - FAILURE,
-        "statements": 2 * len(NAMES),
+        "statements": STATEMENTS,
         "delta": args.delta,
         "usual_delta": USUAL_DELTA,
         "one_run_delta": ONE_RUN_DELTA,

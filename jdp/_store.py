@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdp import _check
+from jdp import _check, _system
 from jdp._typing import PyTree
 
 
@@ -172,6 +172,11 @@ def distinct_keys(state: PyTree) -> int:
     """How many different keys a state has."""
     keys = [leaf for leaf in jax.tree.leaves(state) if _is_key(leaf)]
     return len({np.asarray(jax.random.key_data(key)).tobytes() for key in keys})
+
+
+def has_system_noise(state: PyTree) -> bool:
+    """Whether a key of the state asks for noise that no key can repeat."""
+    return any(_is_key(leaf) and _system.is_asked_by(leaf) for leaf in jax.tree.leaves(state))
 
 
 def _is_key(leaf: Any) -> bool:

@@ -246,6 +246,9 @@ def _check_arguments(ledger, plan, state, steps, as_new) -> None:
     if jax.process_count() > 1:
         got = _check.Words(f"{jax.process_count()}")
         _check.fail("jax.process_count()", "1", got, "Only one process can be resumed so far.")
+    if _store.has_system_noise(state):
+        remedy = "Steps that are taken again must repeat their noise: take jdp.secure_key()."
+        _check.fail("state", "without keys of system_noise", _check.Words("one of them"), remedy)
     keys = _store.distinct_keys(state)
     if plan is not None and keys < 2:
         remedy = "Put the optimizer's state and the sampling key there, so that both are saved."

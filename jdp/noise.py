@@ -10,12 +10,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int
 
-from jdp import _check, _normal, _tree
+from jdp import _check, _normal, _system, _tree
 from jdp._typing import Adjacency, Key, PyTree, Scalar
 from jdp.clipping import ClippedSum
 
 
-def secure_key() -> Key:
+def secure_key(*, system_noise: bool = False) -> Key:
     """Return a PRNG key made from the operating system's entropy.
 
     `jax.random.key(seed)` keeps 32 bits of an integer seed, few enough to try them all. This key
@@ -26,10 +26,20 @@ def secure_key() -> Key:
     under a key of its own each would noise the same sum differently, and their mean, or two of
     their models, would be less private than the plan says.
 
+    Args:
+      system_noise: whether `jdp.add_noise`, and whatever uses it, takes noise from the operating
+        system's cryptographic generator instead of the key: each value the sum of four float64
+        draws (Holohan and Braghin 2021), added to the sum in float64 on the host, and the result
+        rounded to a millionth of the noise, so that last bits tell nothing. About 40 times as slow
+        as other noise on a CPU, and never repeated: a run with such a key cannot be resumed, only
+        begun again. For one process. All else that is drawn with the key (labels and sketches of
+        GEP) is derived from it as usual.
+
     Returns:
-      A typed key of JAX's default implementation, shape ().
+      A typed key, shape (), of JAX's default implementation, or of a kind of jdp's.
 
     Raises:
+      ValueError: `system_noise` with several processes.
       RuntimeError: called while JAX traces a function: the key would be a constant of the compiled
         program, and every call of it would repeat the noise.
 
@@ -42,11 +52,16 @@ def secure_key() -> Key:
             "`jdp.secure_key()` must be called outside jit, but got called while JAX traces a "
             "function, which would repeat the key in every call. Pass the key in as an argument."
         )
-    data = jax.eval_shape(jax.random.key_data, jax.eval_shape(jax.random.key, 0))
+    _check.boolean("system_noise", system_noise)
+    if system_noise and jax.process_count() > 1:
+        remedy = "Each process would add noise of its own to the same sum."
+        _check.fail("system_noise", "False with several processes", system_noise, remedy)
+    kind = {"impl": _system.KIND} if system_noise else {}
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, **kind)))
     entropy = np.frombuffer(os.urandom(4 * data.size), np.uint32).reshape(data.shape)
     if jax.process_count() > 1:
         entropy = multihost_utils.broadcast_one_to_all(entropy)
-    return jax.random.wrap_key_data(jnp.asarray(entropy))
+    return jax.random.wrap_key_data(jnp.asarray(entropy), **kind)
 
 
 _LARGE = 2**16  # entries of a leaf that gets a stream of its own
@@ -71,11 +86,10 @@ def _gaussian(key: Key, leaves: list[Array]) -> list[Array]:
     return [noise[i].reshape(leaf.shape) for i, leaf in enumerate(leaves)]
 
 
-def _add(leaf: Array, noise: Array, noise_multiplier: Scalar, scale: Scalar) -> Array:
+def _std(noise_multiplier: Scalar, scale: Scalar, dtype: jnp.dtype) -> Array:
     # Zero times an infinite scale (an unclipped sum) means no noise. Anything else that is not
     # finite stays so: NaN noise destroys the release, which is safe.
-    std = jnp.where(noise_multiplier == 0, 0, noise_multiplier * scale).astype(noise.dtype)
-    return leaf + noise * std
+    return jnp.where(noise_multiplier == 0, 0, noise_multiplier * scale).astype(dtype)
 
 
 _TAGS = {"noise": 0x6E6F6973, "labels": 0x6C61626C, "sketch": 0x736B6574}
@@ -161,10 +175,15 @@ def add_noise(
     ]
     leaves, structure = jax.tree.flatten(clipped_sum.parts)
     leaves = [_tree.wide(leaf) for leaf in leaves]
-    noised = [
-        _add(leaf, noise, noise_multiplier, scale)
-        for leaf, noise, scale in zip(leaves, _gaussian(key, leaves), scales, strict=True)
+    stds = [
+        _std(noise_multiplier, scale, leaf.dtype)
+        for leaf, scale in zip(leaves, scales, strict=True)
     ]
+    if _system.is_asked_by(key):
+        noised = _system.add(key, leaves, stds)
+    else:
+        draws = zip(leaves, _gaussian(key, leaves), stds, strict=True)
+        noised = [leaf + noise * std.astype(noise.dtype) for leaf, noise, std in draws]
     return clipped_sum.combine(jax.tree.unflatten(structure, noised))
 
 
@@ -232,6 +251,9 @@ def sparse_vector(
     1
     """
     _check.typed_key("key", key)
+    if _system.is_asked_by(key):
+        got = _check.Words("one with it")
+        _check.fail("key", "without system_noise for Laplace noise", got, "Take another key.")
     plus, minus = _exponential(key, (2, counts.shape[0] + 1)) * (2 / epsilon)
     noise = plus - minus
     below = counts + noise[1:] <= bound + noise[0]

@@ -306,6 +306,7 @@ def test_the_committed_table_shows_what_it_must():
     path = ROOT / "experiments" / "results" / "audit" / "summary.json"
     summary = json.loads(path.read_text())
     assert {row["name"] for row in summary["rows"]} == set(audit.NAMES)
+    assert 2 * len(audit.NAMES) <= summary["statements"] == audit.STATEMENTS
     found = _audit_tables.verdict(summary)
     assert found["sound_exceeding"] == [] and found["broken_not_exposed"] == []
     assert found["least_power"] > 0.8

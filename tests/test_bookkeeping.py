@@ -125,7 +125,7 @@ CASES = {
         lambda p, x: (p["w"] @ jnp.outer(x, x[:3])).sum(1), w=(CLASSES, 7)
     ),
     "penalty on one of two layers": lambda: of_matrices(
-        lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"] + jnp.sum(p["a"] ** 2), a=(7, 4), b=(4, CLASSES)
+        lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"] * jnp.sum(p["a"] ** 2), a=(7, 4), b=(4, CLASSES)
     ),
     "inner gradient step": lambda: of_matrices(
         lambda p, x: x @ (p["a"] - jax.grad(lambda a: jnp.sum((x @ a) ** 2))(p["a"])) @ p["b"],
@@ -425,6 +425,44 @@ def test_contributions_stay_within_the_clip_norm(use, monkeypatch):
     assert largest_contribution(use) <= 1
 
 
+def tied(table, example):
+    """Rows are looked up, and the same table is multiplied with."""
+    words, picks, slopes = example
+    return jnp.sum((table[words] - picks @ table) * slopes)
+
+
+def tied_batch(share, noise):
+    keys = jax.random.split(jax.random.key(0), 2)
+    words = WORDS[:, :1]
+    picks = share * jax.nn.one_hot(words, 64) + noise * jax.random.normal(keys[0], (N, 1, 64))
+    return words, picks, 1e3 * jax.random.normal(keys[1], (N, 1, 64))
+
+
+def test_contributions_of_tied_tables_stay_within_the_clip_norm(monkeypatch):
+    # A row is looked up and subtracted again by a product: what is left is far below rounding.
+    monkeypatch.setattr(bookkeeping, "_SMALL_TABLE", 0)
+    batch = tied_batch(1.0, 3e-5)
+
+    def largest():
+        gradient = jdp.clipped_grad(tied, jdp.clip_by_norm(1.0), strategy="book-keeping")
+        sum_of = jax.jit(lambda mask: gradient(jnp.zeros((64, 64)), batch, mask=mask).parts[0])
+        alone = [np.asarray(sum_of(jnp.arange(N) == i), np.float64) for i in range(N)]
+        return max(map(np.linalg.norm, alone))
+
+    assert largest() <= 1
+    monkeypatch.setattr(bookkeeping, "TABLE_MARGIN", 1e-12)
+    assert largest() > 1.005  # the twin without the margin is caught
+
+
+def test_norms_of_tied_tables_have_their_cross_terms(monkeypatch):
+    monkeypatch.setattr(bookkeeping, "_SMALL_TABLE", 0)
+    table, batch = jnp.zeros((64, 64)), tied_batch(0.5, 0.02)
+    norms = jdp.unprotected_gradient_norms(tied)(table, batch)
+    whole = jax.vmap(jax.grad(tied), (None, 0))(table, batch)
+    want = np.linalg.norm(np.reshape(whole, (N, -1)), axis=1)
+    np.testing.assert_allclose(norms, want, rtol=1e-3)
+
+
 @pytest.mark.parametrize("make", [jdp.clip_by_norm, jdp.clip_automatic])
 @pytest.mark.parametrize("positions", [0, 1, 3])
 @pytest.mark.parametrize(
@@ -471,6 +509,19 @@ def test_chunks_add_up(case, monkeypatch):
     chunked, reference = both(loss, params, (inputs, LABELS), jdp.clip_by_norm(0.3))
     assert_close(chunked, reference)
     assert chunked.rounding < ours.rounding
+
+
+def test_examples_beyond_the_last_whole_chunk_count(monkeypatch):
+    monkeypatch.setattr(bookkeeping, "_CHUNK", 4)
+    x = jax.random.normal(jax.random.key(0), (23, 3))
+    loss = lambda w, x: jnp.sum(jnp.sin(x @ w))  # noqa: E731
+    sums = [
+        jdp.clipped_grad(loss, jdp.clip_by_norm(1.0), strategy=strategy)(
+            jnp.ones((3, 2)), x, mask=jnp.ones(23, bool)
+        )
+        for strategy in ("book-keeping", "vmap")
+    ]
+    assert_close(*sums)
 
 
 def test_the_sum_carries_its_rounding():

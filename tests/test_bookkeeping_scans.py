@@ -175,6 +175,11 @@ CASES = {  # logits, shape of w, whether it is book-kept
     "no turns": (lambda p, x: scan(layer, x, p["w"]) * p["v"].sum(), (0, D, D), False),
     "no rows": (lambda p, x: x + jnp.zeros((3, 0)) @ p["w"] + p["v"].sum(), (0, D), False),
     "carried and changed": (handing_on(lambda w: 0.9 * w), MATRIX, False),
+    "carried, changed, and outside": (
+        lambda p, x: handing_on(lambda w: 0.9 * w)(p, x @ p["w"]),
+        MATRIX,
+        False,
+    ),
     "carried and turned": (handing_on(lambda w: w.T), MATRIX, False),
     "stacked again": (stacking, STACK, False),
     "a slice outside": (lambda p, x: scan(layer, x, p["w"]) @ p["w"][1], STACK, False),

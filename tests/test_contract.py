@@ -5,7 +5,14 @@ import hypothesis.strategies as st
 import mechanisms
 import pytest
 import strategies
-from checks import CLIP_CHECKS, DOOR_CHECKS, check_invariant, check_limit, check_unclipped
+from checks import (
+    CLIP_CHECKS,
+    DOOR_CHECKS,
+    check_invariant,
+    check_invariant_on,
+    check_limit,
+    check_unclipped,
+)
 
 clips = pytest.mark.parametrize("clip", mechanisms.CLIPS, ids=lambda clip: clip.name)
 doors = pytest.mark.parametrize("door", mechanisms.DOORS, ids=lambda door: door.name)
@@ -26,6 +33,11 @@ def _name(check):
 @hypothesis.settings(max_examples=60)
 def test_invariant(clip, matrix, mask, i, other, unit):
     check_invariant(clip, matrix, mask, i, other, unit)
+
+
+@clips
+def test_invariant_on_fixed_batches(clip):
+    check_invariant_on(clip, ["normal", "huge"])
 
 
 @clips

@@ -45,6 +45,22 @@ def test_microbatches_give_the_same_sum(size):
         assert clipped.structure == whole.structure
 
 
+@pytest.mark.parametrize("strategy", ["book-keeping", "scan", "vmap"])
+def test_every_strategy_leaves_masked_rows_out(strategy):
+    grad = jax.jit(jdp.clipped_grad(loss, jdp.clip_by_norm(0.5), strategy=strategy))
+    want = jdp.clip_by_norm(0.5)(jax.vmap(jax.grad(loss), (None, 0))(PARAMS, _batch()), MASK)
+    assert moved(want, grad(PARAMS, _batch(), mask=MASK)) < 1e-5
+
+
+def test_rounding_of_many_microbatches_is_within_the_margin():
+    n = 4096  # rows of one sign, the worst case for a plain float32 sum
+    x = jnp.full((n, 3), 0.3)
+    grad = jdp.clipped_grad(lambda w, x: w @ x, jdp.clip_by_norm(2.0), microbatch_size=2)
+    clipped = jax.jit(lambda w: grad(w, x, mask=jnp.ones(n, bool)))(jnp.zeros(3))
+    error = np.abs(clipped.parts[0] - np.asarray(x, np.float64).sum(0)).max()
+    assert error < 1e-3 and 3e-3 < clipped.rounding < 4e-3
+
+
 @hypothesis.given(st.lists(st.booleans(), min_size=N, max_size=N))
 def test_padding_may_hold_anything(mask):
     x, y = _batch()

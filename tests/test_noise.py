@@ -11,7 +11,7 @@ from checks import ALL
 from strategies import PARAMS
 
 import jdp
-from jdp import _normal
+from jdp import _normal, noise
 from jdp._typing import NoiseMultiplier
 from jdp.noise import step_key
 
@@ -112,6 +112,12 @@ def test_noise_is_not_confined_to_the_values_of_one_draw():
     assert len(np.unique(draws.astype(np.float32))) > 0.98 * len(draws)
 
 
+def test_every_purpose_and_step_has_a_key_of_its_own(key):
+    keys = [step_key(key, purpose, jnp.int32(t)) for purpose in noise._TAGS for t in range(3)]
+    data = {tuple(np.asarray(jax.random.key_data(one)).tolist()) for one in [key, *keys]}
+    assert len(data) == 1 + 3 * len(noise._TAGS)
+
+
 BAD = [
     ((0, _zeros(), 1.0), {}, TypeError, "key"),
     ((jax.random.PRNGKey(0), _zeros(), 1.0), {}, TypeError, "key"),
@@ -148,8 +154,9 @@ def test_noise_is_drawn_in_one_place_only():
         "subspace.py": 2,
         "moving_subspace.py": 1,
     }
-    users = {path.name for path in package.glob("*.py") if "_normal." in path.read_text()}
-    assert users == {"noise.py"}
+    for draw in ("_normal.", "_system.add(", "_system.gaussian("):
+        users = {path.name for path in package.glob("*.py") if draw in path.read_text()}
+        assert users <= {"noise.py"}, draw
 
 
 @pytest.mark.parametrize("seed, count", [(0, 1), (7, 4097)])
@@ -174,6 +181,13 @@ def test_normal_values(impl, dtype):
     assert scipy.stats.kstest(draws.ravel(), "norm").pvalue > 1e-3
     neighbours = np.mean(draws[:, 1:] * draws[:, :-1])
     assert abs(neighbours) < 5 / draws.size**0.5
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_streams_differ(impl):
+    key = jax.random.key(3, impl=impl)
+    one, two = (_normal.sum_of_two(key, i, 100, jnp.dtype(jnp.float32)) for i in (0, 1))
+    assert np.intersect1d(one, two).size < 3  # floats may meet by chance
 
 
 def test_large_leaves_have_noise_of_their_own(monkeypatch, key):
