@@ -36,7 +36,6 @@ PRIVATE = tuple(name for name in METHODS if name not in ("non-private", "public-
 WITH_LOSS = ("b-gep", "gep")  # take examples in place of gradients
 IN_SUBSPACE = (*WITH_LOSS, "projected")
 REFRESH_EVERY = 20  # steps between two subspaces
-RESIDUAL = 0.2  # clip norm of gep's residual over that of its embedding, as in the paper
 FLOOR = 1e-3  # of adadps, added to the root of a second moment
 
 
@@ -58,6 +57,7 @@ class Setting(NamedTuple):
     clip_norm: float | None = None
     rank: int | None = None
     horizon: int | None = None  # of pda-dpmd, over the steps: when the private weight reaches 0
+    residual: float | None = None  # of gep: clip norm of the residual over that of the embedding
 
 
 class Knobs(NamedTuple):
@@ -66,13 +66,18 @@ class Knobs(NamedTuple):
     noise_multiplier: float
     learning_rate: float
     clip_norm: float
+    residual: float = 0.0
 
 
 def grid(method: str, classes: int) -> list[Setting]:
     """The settings that are tried: sixteen a method, or one a learning rate where nothing clips."""
-    rates = (0.03, 0.06, 0.12, 0.24)
     if method not in PRIVATE:
-        return [Setting(rate) for rate in rates]
+        return [Setting(rate) for rate in (0.03, 0.06, 0.12, 0.24, 0.48)]
+    rates = (0.06, 0.12, 0.24, 0.48)
+    if method == "gep":  # the paper's ratio of clip norms, and one that keeps more of the residual
+        pairs = [(clip, ratio) for clip in (0.125, 0.25) for ratio in (0.2, 0.5)]
+        rank = 100 * classes
+        return [Setting(rate, clip, rank, residual=own) for rate in rates for clip, own in pairs]
     if method in IN_SUBSPACE:
         pairs = [(clip, each * classes) for clip in (0.125, 0.25) for each in (30, 100)]
         return [Setting(rate, clip, rank) for rate in rates for clip, rank in pairs]
@@ -145,7 +150,7 @@ def make_train(
         if method == "b-gep":
             return [jdp.biased_gep(clip_norm=knobs.clip_norm, loss=loss, **subspace, **common)]
         if method == "gep":
-            clip_norms = (knobs.clip_norm, RESIDUAL * knobs.clip_norm)
+            clip_norms = (knobs.clip_norm, knobs.residual * knobs.clip_norm)
             return [jdp.gep(clip_norms=clip_norms, loss=loss, **subspace, **common)]
         if method == "projected":
             return [jdp.privatize(**common), project_updates(key=keys.init, **subspace)]

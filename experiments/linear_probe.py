@@ -9,7 +9,7 @@ public images (the table says so):
   non-private   no clipping and no noise: the ceiling
   dp-sgd        clipped and noised gradients
   b-gep         only the part in the subspace of public gradients
-  gep           that part, and separately the rest, clipped at a fifth
+  gep           that part, and separately the rest, clipped at a fifth or at half of its norm
   projected     dp-sgd, of whose noisy gradients only the part in the subspace is kept
   adadps        gradients divided by the public gradients' root mean square, before the clip
   pda-dpmd      dp-sgd, mixed with the gradient of the public images WITH their labels
@@ -257,7 +257,8 @@ class Study:
                     rest = (sampler, args.batch_size, args.steps, self.classes, args.groups)
                     self.programs[program] = make_train(method, setting, *rest)
                 noise = 0.0 if epsilon is None else float(plans[epsilon].noise_multiplier)
-                knobs = Knobs(noise, setting.learning_rate, setting.clip_norm or 0.0)
+                clips = setting.clip_norm or 0.0, setting.residual or 0.0
+                knobs = Knobs(noise, setting.learning_rate, *clips)
                 keys = _run.keys(args.seed, repeat)
                 result = self.programs[program](self.data[stage], keys, knobs, advance)
                 results[run] = self.folder.put(piece, config, result)

@@ -129,7 +129,7 @@ def test_every_method_learns_where_there_is_little_noise(method):
     sampler = jdp.sampling.PoissonSampling(80, 0.5)
     train = _probe_methods.make_train(method, setting, sampler, 40, 30, 4, 2)
     done = []
-    knobs = _probe_methods.Knobs(0.01, 0.1, 1.0)
+    knobs = _probe_methods.Knobs(0.01, 0.1, 1.0, 0.2)
     result = train(data, _run.keys(0, 0), knobs, done.append)
     assert result["test_accuracy"] == 1 and sum(done) == 30
 
