@@ -159,7 +159,9 @@ class Hypernet:
         context = embedding * (math.sqrt(size) / self.clip_norm)
         context = context.reshape(self.context_tokens, size // self.context_tokens)
         tokens = self.decoder.apply({"params": params.decoder}, context)
-        assert isinstance(tokens, jax.Array)
+        if not isinstance(tokens, jax.Array):
+            remedy = "Return one array of tokens, (t, d)."
+            _check.fail("decoder", "a module that returns an array", tokens, remedy, TypeError)
         return self.detokenise(tokens)
 
     def generate(
@@ -169,9 +171,8 @@ class Hypernet:
         return self.decode(params, self.embed(params, records, key, mask))
 
     def _encode(self, encoder: PyTree, record: PyTree) -> Float[Array, " features"]:
-        found = self.encoder.apply({"params": encoder}, record)
-        assert not isinstance(found, tuple)
-        return found
+        found: Any = self.encoder.apply({"params": encoder}, record)
+        return found  # what else it may be, `features` refuses
 
     def mean_embedding(
         self, encoder: PyTree, records: PyTree, mask: Array | None = None
@@ -201,7 +202,8 @@ def flat_tokens(like: PyTree, token_size: int) -> tuple[int, Detokenise]:
 
     Raises:
       TypeError: a leaf is not a floating array.
-      ValueError: there is no leaf, or `token_size` is below 1.
+      ValueError: there is no leaf, or `token_size` is below 1; that function, where tokens have
+        another shape.
 
     >>> num_tokens, detokenise = flat_tokens({"b": jnp.zeros(2), "w": jnp.zeros((2, 3))}, 5)
     >>> num_tokens, detokenise(jnp.arange(10.0).reshape(2, 5))["b"].tolist()
@@ -218,10 +220,16 @@ def flat_tokens(like: PyTree, token_size: int) -> tuple[int, Detokenise]:
     for shape, _ in shapes:
         ends.append(ends[-1] + math.prod(shape))
 
+    num_tokens = -(-ends[-1] // token_size)
+
     def detokenise(tokens: Tokens) -> PyTree:
+        if jnp.shape(tokens) != (num_tokens, token_size):
+            remedy = "Give the decoder the number of tokens from flat_tokens, and the same size."
+            expected = f"of shape ({num_tokens}, {token_size})"
+            _check.fail("tokens", expected, _check.Words(f"{jnp.shape(tokens)}"), remedy)
         flat = tokens.ravel()
         pieces = zip(ends, ends[1:], shapes, strict=False)
         parts = [flat[a:b].reshape(shape).astype(dtype) for a, b, (shape, dtype) in pieces]
         return jax.tree.unflatten(structure, parts)
 
-    return -(-ends[-1] // token_size), detokenise
+    return num_tokens, detokenise

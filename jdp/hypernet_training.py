@@ -64,6 +64,7 @@ def init_training(
     net: Hypernet, optimizer: optax.GradientTransformation, key: Key, public_records: PyTree
 ) -> TrainState:
     """The state before the first step; arguments as in `Hypernet.init` and `train_step`."""
+    _check.typed_key("key", key)
     init_key, noise_key = jax.random.split(key)
     params = net.init(init_key, public_records)
     state = optimizer.init((params.encoder, params.decoder))

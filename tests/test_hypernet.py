@@ -376,6 +376,16 @@ def embed(records=None, mask=None, encode=lambda p: p, key=KEY, **options):
     return private_embedding(key, encode, records, mask, **GOOD | options)
 
 
+class Pair(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(x), x
+
+
+def generated(own):
+    return own.generate(parameters(own), RECORDS_OF(KEY), KEY)
+
+
 @pytest.mark.parametrize(
     "call, error, message",
     [
@@ -421,6 +431,10 @@ def embed(records=None, mask=None, encode=lambda p: p, key=KEY, **options):
         (lambda: net(clip_norm=math.inf), ValueError, "`clip_norm`"),
         (lambda: net(context_tokens=0), ValueError, "`context_tokens`"),
         (lambda: net().init(0, RECORDS_OF(KEY)), TypeError, "`key`"),
+        (lambda: generated(net(Pair())), TypeError, "`encode`.*floating"),
+        (lambda: generated(net(decoder=Pair())), TypeError, "`decoder`.*array"),
+        (lambda: generated(net(decoder=LinearDecoder(4, 6))), ValueError, "`tokens`.*\\(3, 6\\)"),
+        (lambda: init_training(net(), optax.sgd(1.0), 0, RECORDS_OF(KEY)), TypeError, "`key`"),
         (lambda: flat_tokens({}, 3), TypeError, "`like`"),
         (lambda: flat_tokens({"a": jnp.zeros(3, int)}, 3), TypeError, "`like`.*floating"),
         (lambda: flat_tokens(TARGET, 0), ValueError, "`token_size`"),
