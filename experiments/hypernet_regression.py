@@ -78,7 +78,7 @@ class Args:
     seed: int = 0
     """Seed of data and noise. The data are synthetic, so the runs need not be private."""
     out: pathlib.Path | None = None
-    """Run folder; by default runs/hypernet_regression."""
+    """Run folder; by default runs/hypernet_regression, or runs/hypernet_regression-smoke."""
     smoke: bool = False
     """Only check that everything works: d of 8 and 16, few data sets and steps."""
 
@@ -90,7 +90,8 @@ def main(args: Args) -> dict[str, Any]:
         small |= {"epsilons": (1.0,), "sizes": (64,), "steps": 100, "seeds": 4}
         args = dataclasses.replace(args, tuning_draws=2, **small)
     check(args)
-    folder = _run.Folder(args.out or pathlib.Path("runs", "hypernet_regression"))
+    default = "hypernet_regression-smoke" if args.smoke else "hypernet_regression"
+    folder = _run.Folder(args.out or pathlib.Path("runs", default))
     rest = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "smoke")}
     summary: dict[str, Any] = {"experiment": "hypernet_regression", "delta": DELTA} | rest
     wanted = cells(args)
