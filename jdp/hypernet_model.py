@@ -162,7 +162,7 @@ class Hypernet:
         # Coordinates of order 1 where the clip norm is used up.
         context = embedding * (math.sqrt(size) / self.clip_norm)
         context = context.reshape(self.context_tokens, size // self.context_tokens)
-        tokens = self.decoder.apply({"params": params.decoder}, context)
+        tokens: Any = self.decoder.apply({"params": params.decoder}, context)
         if not isinstance(tokens, jax.Array):
             remedy = "Return one array of tokens, (t, d)."
             _check.fail("decoder", "a module that returns an array", tokens, remedy, TypeError)

@@ -274,7 +274,7 @@ def _one_leaf_each(wanted: Collection[str], names: Sequence[str]) -> None:
 def _matching(params: Params, patterns: str | Sequence[str]) -> dict[str, Any]:
     """The leaves whose path matches a pattern, after checking that each can have an adapter."""
     several = isinstance(patterns, Sequence) and not isinstance(patterns, str)
-    wanted = tuple(patterns) if several else (patterns,)
+    wanted: tuple[Any, ...] = tuple(patterns) if several else (patterns,)
     if not wanted or not all(isinstance(pattern, str) for pattern in wanted):
         remedy = 'For example "*/qkv/kernel".'
         _check.fail("patterns", "one shell pattern or more", patterns, remedy, TypeError)

@@ -315,6 +315,7 @@ def public_tasks(key, sets=16, mask=None):
     return Tasks(5 + means + 0.1 * noise, means[:, 0], mask)
 
 
+@pytest.mark.slow
 def test_it_learns_to_tell_sets_apart():
     num_tokens, detokenise = flat_tokens(jnp.zeros(2), 2)
     plan = plan_embedding(RECORDS, epsilon=16.0, delta=DELTA)
