@@ -63,7 +63,7 @@ def test_a_smoke_run_leaves_the_folder_of_the_study_alone(study, monkeypatch):
 
     paths = []
 
-    def folder(path):
+    def folder(path, *_):
         paths.append(path)
         raise Begin
 
