@@ -84,6 +84,7 @@ def test_curves_are_drawn_from_the_summary_alone(smoke, tmp_path):
     assert (tmp_path / "curves.png").read_bytes() == (smoke[0] / "curves.png").read_bytes()
 
 
+@pytest.mark.slow
 def test_class_means_learn_and_a_seed_reproduces_them(tmp_path):
     rows = [
         gep.main(dataclasses.replace(DIGITS, out=tmp_path / name))["methods"]["class-means"]
@@ -289,6 +290,7 @@ def test_methods_differ_from_dp_sgd_but_not_where_they_are_neutral(method, digit
         assert jnp.linalg.norm(same - plain) < 0.001 * jnp.linalg.norm(plain)
 
 
+@pytest.mark.slow
 def test_projected_updates_stay_in_the_subspace(digits):
     carries = _carries(digits, "projected-dp-sgd", (0, 1, 2, 3))
     first, *steps = (_vector(carry[0]) for carry in carries)
@@ -311,6 +313,7 @@ def test_the_average_of_parameters_is_the_same_for_every_method(method, digits):
         np.testing.assert_allclose(_vector(carry[-1]), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_views_are_shifts_and_their_mean_loss_is_that_of_one_record():
     image = jnp.zeros((1, 28, 28, 1)).at[0, 14, 14, 0].set(1.0)
     views = _augment.views(jax.random.key(0), image, 50)
@@ -331,6 +334,7 @@ def test_views_are_shifts_and_their_mean_loss_is_that_of_one_record():
     np.testing.assert_allclose(mean, 4 * ramp[0])
 
 
+@pytest.mark.slow
 def test_augmentations_and_labels_change_the_run_of_every_kind_of_method(digits, plain):
     several = _vector(_carry(digits, "dp-sgd", augmentations=2)[0])
     assert 1e-3 < jnp.linalg.norm(plain - several) < 0.5 * jnp.linalg.norm(plain)
@@ -351,6 +355,7 @@ def test_public_data_are_named_for_every_method():
     assert public_data("b-gep", true, "9 in-distribution", 7) == "9 in-distribution, with labels"
 
 
+@pytest.mark.slow
 def test_further_methods_run_by_name(tmp_path):
     methods = ("dp-adam", "pda-dpmd")
     options = {"dataset": "digits", "smoke": True, "seed": 1, "augmentations": 2, "average": 0.5}

@@ -22,6 +22,7 @@ def test_tasks_are_balanced_and_draw_no_record_twice():
         pool.draw(np.random.default_rng(0), np.array([3, 1]), 22)
 
 
+@pytest.mark.slow
 def test_smoke_run_resumes(tmp_path, monkeypatch):
     args = hypernet_head.Args(smoke=True, out=tmp_path)
     brief = hypernet_head.main(args)
