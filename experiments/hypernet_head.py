@@ -36,8 +36,9 @@ from experiments._run import UsageError
 from jdp import hypernet
 
 METHODS = ("dp-deepsets", "noisy mean", "dp-sgd", "logistic")
-RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-SGD_STEPS = 50
+RATES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+STEPS = (50, 200)
+SETTINGS = tuple((rate, steps) for rate in RATES for steps in STEPS)
 TRAINED_SIZE = 50  # records of a public task; other sizes differ in their noise only
 QUERIES = 32  # further examples of each public task, in the loss
 
@@ -125,8 +126,8 @@ def train(args: Args, public: Pool, classes: np.ndarray, noise: list[float]) -> 
     return state.params
 
 
-@functools.partial(jax.jit, static_argnames=("private", "sampler", "batch_size"))
-def descend(x, y, key, rate, z, *, private: bool, sampler: Any, batch_size: int) -> Any:
+@functools.partial(jax.jit, static_argnames=("private", "steps", "sampler", "batch_size"))
+def descend(x, y, key, rate, z, *, private: bool, steps: int, sampler: Any, batch_size: int) -> Any:
     """Train a head by DP-SGD on Poisson batches, or by full gradients without privacy."""
     noise_key, sampling_key = jax.random.split(key)
     head = {"w": jnp.zeros(x.shape[1]), "b": jnp.zeros(())}
@@ -146,7 +147,6 @@ def descend(x, y, key, rate, z, *, private: bool, sampler: Any, batch_size: int)
         updates, state = tx.update(gradient, state, head)
         return optax.apply_updates(head, updates), state
 
-    steps = SGD_STEPS if private else 4 * SGD_STEPS
     return jax.lax.fori_loop(0, steps, step, (head, tx.init(head)))[0]
 
 
@@ -156,13 +156,12 @@ def accuracy(head: Any, test: tuple[np.ndarray, np.ndarray]) -> float:
     return float((np.sign(scores) == test[1]).mean())
 
 
-def cell(args: Args, learnt: Any, pool: Pool, chosen, test: Pool, epsilon, size, rates, seed):
-    """Accuracies on each task of every method; of dp-sgd and logistic for each rate."""
+def cell(args: Args, learnt: Any, pool: Pool, chosen, test: Pool, epsilon, size, settings, seed):
+    """Accuracies on each task of every method; of dp-sgd and logistic for each setting."""
     plan = hypernet.plan_embedding(size, epsilon=epsilon, delta=args.delta, adjacency="replace-one")
     batch = max(1, size // 4)
     budget = {"epsilon": epsilon, "delta": args.delta, "adjacency": "replace-one"}
-    sgd = jdp.plan(num_examples=size, batch_size=batch, steps=SGD_STEPS, **budget)
-    z, options = np.float32(sgd.noise_multiplier), {"sampler": sgd.sampler, "batch_size": batch}
+    sgd = {steps: jdp.plan(size, batch, steps, **budget) for steps in STEPS}
     net = make_net(pool.x.shape[1], size, plan.noise_multiplier)
     generate = jax.jit(net.generate)
     found: dict[str, list[float]] = {}
@@ -180,30 +179,32 @@ def cell(args: Args, learnt: Any, pool: Pool, chosen, test: Pool, epsilon, size,
             num_records=size,
         )
         heads["noisy mean"] = {"w": mean[:-1], "b": 0 * mean[-1]}
-        for rate in rates:
+        for rate, steps in settings:
+            options: Any = {"steps": steps, "sampler": sgd[steps].sampler, "batch_size": batch}
+            rest = keys[2], np.float32(rate), np.float32(sgd[steps].noise_multiplier)
             for private, name in ((True, "dp-sgd"), (False, "logistic")):
-                head = descend(x, y, keys[2], np.float32(rate), z, private=private, **options)
-                heads[f"{name}/{rate:g}"] = head
+                heads[f"{name}/{rate:g}/{steps}"] = descend(x, y, *rest, private=private, **options)
         for name, head in heads.items():
             found.setdefault(name, []).append(accuracy(head, held))
     return found
 
 
 def tuned(tune, test_on, seed: int) -> dict[str, Any]:
-    """Choose the learning rates of one cell on public tasks; accuracies on the private ones."""
-    tried = tune(RATES, seed + 2)
-    rates = {
-        name: max(RATES, key=lambda rate, n=name: float(np.mean(tried[f"{n}/{rate:g}"])))
+    """Choose rate and steps of one cell on public tasks; accuracies on the private ones."""
+    tried = tune(SETTINGS, seed + 2)
+    name_of = lambda name, setting: f"{name}/{setting[0]:g}/{setting[1]}"  # noqa: E731
+    chosen = {
+        name: max(SETTINGS, key=lambda own, n=name: float(np.mean(tried[name_of(n, own)])))
         for name in ("dp-sgd", "logistic")
     }
-    found = test_on(tuple(set(rates.values())), seed + 3)
-    found |= {name: found[f"{name}/{rate:g}"] for name, rate in rates.items()}
+    found = test_on(tuple(set(chosen.values())), seed + 3)
+    found |= {name: found[name_of(name, own)] for name, own in chosen.items()}
     spread = lambda values: float(np.std(values, ddof=1))  # noqa: E731
     return {
         name: {
             "mean": float(np.mean(found[name])),
             "std": spread(found[name]),
-            "rate": rates.get(name),
+            "setting": chosen.get(name),
         }
         for name in METHODS
     }
