@@ -36,7 +36,7 @@ from experiments._run import UsageError
 from jdp import hypernet
 
 METHODS = ("dp-deepsets", "noisy mean", "dp-sgd", "logistic")
-RATES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 STEPS = (50, 200)
 SETTINGS = tuple((rate, steps) for rate in RATES for steps in STEPS)
 TRAINED_SIZE = 50  # records of a public task; other sizes differ in their noise only
@@ -231,6 +231,7 @@ def main(args: Args) -> dict[str, Any]:
     default = "hypernet_head-smoke" if args.smoke else "hypernet_head"
     folder = _run.Folder(args.out or pathlib.Path("runs", default), "hypernet_head")
     config = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "smoke")}
+    config["grid"] = SETTINGS
     rng = np.random.default_rng(args.seed + 1)
     tuning, chosen = pairs(own, rng, 4), pairs(other, rng, args.tasks)
     rows, learnt = {}, None
