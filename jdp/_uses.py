@@ -9,7 +9,7 @@ time, where a scan runs over layers.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -249,3 +249,12 @@ def use_of(equation: Any, views: Sequence[View | None]) -> Use | None:
         )
         return Use("lookup", view, equation, 0) if of_rows else None
     return None
+
+
+def primitives(jaxpr: Any) -> Iterator[str]:
+    """The names of all operations in a jaxpr, and in the jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for value in jax.tree.leaves(equation.params):
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from primitives(inner)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jdp import _check, _tree, bookkeeping
 from jdp._typing import Loss, Mask, Params, PerExample, PyTree
+from jdp._uses import primitives
 from jdp.clipping import ClippedSum, Clipper, NormClipper
 
 Strategy: TypeAlias = Literal["auto", "book-keeping", "scan", "vmap"]
@@ -173,7 +174,7 @@ def _convolves(loss: Loss, params: Params, batch: PyTree) -> bool:
     one = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), _shapes(batch, 1)
     )
-    return "conv_general_dilated[" in str(jax.make_jaxpr(loss)(params, one))
+    return "conv_general_dilated" in primitives(jax.make_jaxpr(loss)(params, one).jaxpr)
 
 
 def _shapes(batch: PyTree, n: int) -> PyTree:

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 
 from jdp import _check, _tree
 from jdp._typing import Adjacency, Key, Mask, PyTree, Scalar
+from jdp._uses import primitives
 from jdp.clipping import ClippedSum, clip_by_norm
 from jdp.noise import add_noise
 from jdp.one_visit import plan_blocks
@@ -232,7 +233,7 @@ def features(encode: Encode, record: PyTree) -> int:
     if traced.effects:
         effects = _check.Words(f"one with effects {sorted(map(str, traced.effects))}")
         _check.fail("encode", f"{_ONE}, free of effects", effects, _PURE)
-    if batched := sorted(_BATCHED.intersection(_primitives(traced.jaxpr))):
+    if batched := sorted(_BATCHED.intersection(primitives(traced.jaxpr))):
         seen = _check.Words(f"one with {', '.join(batched)}, which sees the whole batch")
         _check.fail("encode", _ONE, seen, _PURE)
     remedy = "Return the embedding of ONE record as a vector; flatten it."
@@ -241,15 +242,6 @@ def features(encode: Encode, record: PyTree) -> int:
     if len(found.shape) != 1 or not found.shape[0]:
         _check.fail("encode", "a function that returns a vector", found, remedy)
     return math.prod(found.shape)
-
-
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    """The names of all operations in a jaxpr, and in the jaxprs inside it."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for value in jax.tree.leaves(equation.params):
-            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
-                yield from _primitives(inner)
 
 
 def one_record(records: PyTree) -> PyTree:

@@ -58,7 +58,7 @@ TABLE = {
     "vote_plan": {"_typing", "_check", "accounting", "one_visit", "planning"},
     "pate": BASE | CORE | {"vote_plan"},
     # DP-DeepSets: a release that knows nothing of networks, and networks about it.
-    "set_embedding": BASE | CORE | {"one_visit", "planning"},
+    "set_embedding": BASE | CORE | {"_uses", "one_visit", "planning"},
     "hypernet_networks": {"_check"},
     "hypernet_model": BASE | {"set_embedding"},
     "hypernet_training": BASE | {"hypernet_model"},
