@@ -81,7 +81,7 @@ def report(summary: dict[str, Any]) -> str:
         f"Private linear regression, delta {summary['delta']:g}, zero-out adjacency. Excess risk",
         "over that of w = 0 (standard error), each for ONE run at the stated epsilon; the study is",
         f"not private as a whole, its data are synthetic. {summary['seeds']} data sets a number;",
-        f"16 settings a method, tuned on {summary['tuning_draws']} others; `learned` has one.",
+        f"24 settings a method, tuned on {summary['tuning_draws']} others; `learned` has one.",
     ]
     for (gamma, zeta), rows in group(summary.get("dimension", []), "gamma", "zeta").items():
         lines += ["", f"== dimension: gamma {gamma:g}, N = d^{1 + zeta:g}, epsilon 1 =="]
