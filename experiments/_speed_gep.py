@@ -11,6 +11,7 @@ import jdp
 from experiments import models
 from experiments._speed_models import Row
 from experiments._speed_steps import NON_PRIVATE, Contestant, contestants
+from jdp.subspace import project
 
 CLIP_NORMS, LEARNING_RATE = (10.0, 2.0), 0.1
 
@@ -52,7 +53,11 @@ def _cycle(step, params, state, batch, steps: int) -> Contestant:
 
 
 def gep_contestants(row: Row, size: Size) -> dict[str, Contestant]:
-    """DP-SGD and GEP: of the latter, one refresh of the subspace and the steps up to the next."""
+    """DP-SGD and GEP: of the latter, one refresh of the subspace and the steps up to the next.
+
+    Beside them what no GEP can do without, each by itself: the per-example gradients, and their
+    product with the basis. Its time on this machine is a floor for the ratios.
+    """
     row = row._replace(batch_size=size.batch_size)
     found = {}
     for name, entry in contestants(row, strategies=("book-keeping", "vmap")).items():
@@ -63,11 +68,17 @@ def gep_contestants(row: Row, size: Size) -> dict[str, Contestant]:
     images, _ = row.examples(jax.random.key(3), size.anchors)
     micro = size.microbatch_size
     public = jdp.random_label_gradients(row.loss, images, num_classes=10, microbatch_size=micro)
+    gradient = jdp.per_example_grad(row.loss)
+    gradients = jax.jit(gradient)(params, batch)
+    found["alone: per-example gradients"] = Contestant(gradient, (params, batch))
     for groups in dict.fromkeys((size.groups, 1)):
         labels = _labels(params, size, groups)
         name = f"{groups} groups" if groups > 1 else "1 group"
         for loss in (row.loss, None) if groups > 1 else (row.loss,):
             step, state = _gep(row, size, public, labels, params, loss)
+            found[f"alone: one projection, {name}"] = Contestant(
+                project, (state[0].bases, gradients)
+            )
             ending = "" if loss else ", gradients in"
             found[f"gep, {name}{ending}"] = _cycle(step, params, state, batch, size.refresh_every)
         step, state = naive_gep(row, size, public, labels, params)
