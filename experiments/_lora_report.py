@@ -65,8 +65,8 @@ def report(summary: dict[str, Any]) -> str:
         f"two), {summary['samples']} samples each, {summary['sampling_steps']} DDIM steps",
         f"delta {summary['delta']:g}, {summary['adjacency']}; distances in features of {network}",
         "",
-        f"{'method':<22}{'epsilon':<10}{FRECHET:<20}{'mismatched sets':<18}"
-        f"{'sets better':<14}{'kernel distance':<22}learning rate",
+        f"{'method':<22}{'epsilon':<10}{FRECHET:<20}{'mismatched':<13}"
+        f"{'sets better':<14}{'kernel distance':<22}{'mismatched':<13}learning rate",
     ]
     for name, row in summary["methods"].items():
         epsilon = "-" if row["epsilon"] is None else f"{row['epsilon']:g}"
@@ -77,8 +77,9 @@ def report(summary: dict[str, Any]) -> str:
         better = f"{row['better_than_mismatched']} of {summary['sets']}"
         kernel = f"{row['kernel_mean']:.2f} +- {row['kernel_std']:.2f}"
         lines.append(
-            f"{row['method']:<22}{epsilon:<10}{spread:<20}{row['mismatched_mean']:<18.1f}"
-            f"{better:<14}{kernel:<22}{'' if rate is None else f'{rate:g}'}"
+            f"{row['method']:<22}{epsilon:<10}{spread:<20}{row['mismatched_mean']:<13.1f}"
+            f"{better:<14}{kernel:<22}{row['kernel_mismatched_mean']:<13.2f}"
+            f"{'' if rate is None else f'{rate:g}'}"
         )
     lines += ["", "mean +- standard deviation over sets; mismatched: samples of the other sets"]
     scales = ", ".join(f"{eps}: {own['std']:.3g}" for eps, own in summary["noise"].items())
