@@ -96,7 +96,10 @@ def _stages(summary: dict[str, Any]) -> list[str]:
 
 def markdown(summary: dict[str, Any]) -> str:
     """The tables for README.md."""
-    lines = [f"`{summary['provenance']['command']}`", "", f"{summary['machine']}.", ""]
+    lines = [f"`{summary['provenance']['command']}`", ""]
+    for later in summary.get("measured_again", []):
+        lines += [f"{later['what']}: `{later['provenance']['command']}`", ""]
+    lines += [f"{summary['machine']}.", ""]
     rows = []
     for name, row in _model_rows(summary):
         section, found = summary["models"][name], row["found"]
@@ -110,8 +113,8 @@ def markdown(summary: dict[str, Any]) -> str:
         rows.append([title, f"**{_interval(ours)}**", *others, *peers, times])
     head = ["network", "jdp", "its clipped sum", "jdp vmap", "jdp scan", "optax.contrib"]
     head += ["jax-privacy"]
-    lines += _table([*head, "non-private step"], rows)
-    lines += ["", *_stages(summary)]
+    if rows:
+        lines += [*_table([*head, "non-private step"], rows), "", *_stages(summary), ""]
     if summary["opacus"]:
         rows = []
         for name, section in summary["opacus"].items():
@@ -122,7 +125,7 @@ def markdown(summary: dict[str, Any]) -> str:
                 own += f"({_ms(ours[OURS])})"
             rows.append([section["title"], own, *_opacus_cells(summary, name)])
         head = ["network", "jdp", "Opacus, hooks", "Opacus, ghost", "non-private step, PyTorch"]
-        lines += ["", *_table(head, rows)]
+        lines += [*_table(head, rows), ""]
     for name, section in summary["gep"].items():
         plain = "dp-sgd, book-keeping"
         found, against = _ratios(section, plain), _ratios(section, "dp-sgd, vmap")
@@ -133,7 +136,7 @@ def markdown(summary: dict[str, Any]) -> str:
         what = f"{name}; batch {section['batch_size']:,}, {section['anchors']:,} anchors, "
         what += f"rank {section['rank']}, refreshed every {section['refresh_every']} steps"
         head = [what, "over dp-sgd, book-keeping", "over dp-sgd, vmap", "a step"]
-        lines += ["", *_table(head, rows)]
+        lines += [*_table(head, rows), ""]
     if summary["scaling"]:
         rows = []
         for name, section in summary["scaling"].items():
@@ -142,31 +145,34 @@ def markdown(summary: dict[str, Any]) -> str:
             cells = [_interval(found.get(key)) for key in (OURS, "jdp vmap")]
             rows.append([f"{section['title']}; {name}", f"{section['floats']:,}", *cells, *memory])
         head = ["network", "parameters", "jdp", "jdp vmap", "MiB, non-private", "MiB, jdp"]
-        lines += ["", *_table(head, rows)]
-    return "\n".join(lines) + "\n"
+        lines += _table(head, rows)
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def report(summary: dict[str, Any]) -> str:
     """Everything that was measured, for people."""
-    lines = [summary["machine"], "ratio: median over rounds, [95% bootstrap interval]", ""]
+    lines = [summary["machine"], "ratio: median over rounds, [95% bootstrap interval]"]
+    for later in summary.get("measured_again", []):
+        lines.append(f"{later['what']}: {later['provenance']['command']}")
+    lines.append("")
     for part in ("models", "opacus", "gep", "scaling"):
         for name, section in summary[part].items():
             base = "dp-sgd, book-keeping" if part == "gep" else BASE
             found = _ratios(section, base)
             lines.append(f"== {part}: {name} ({section.get('title', section.get('model'))}) ==")
             lines.append(
-                f"{'':<30}{'over ' + base:<28}{'a step':>12}{'MiB':>10}{'compile':>10}{'rounds':>8}"
+                f"{'':<34}{'over ' + base:<28}{'a step':>12}{'MiB':>10}{'compile':>10}{'rounds':>8}"
             )
             for key, own in section["contestants"].items():
                 memory = _mebibytes(own.get("temporary_bytes"))
                 compiled = own.get("compile_seconds")
                 lines.append(
-                    f"{key:<30}{_interval(found[key]):<28}{_ms(own):>12}{memory:>10}"
+                    f"{key:<34}{_interval(found[key]):<28}{_ms(own):>12}{memory:>10}"
                     + (f"{compiled:>8.1f} s" if compiled is not None else f"{'-':>10}")
                     + f"{sum(t is not None for t in own['times']):>8}"
                 )
             for key, why in section.get("left_out", {}).items():
-                lines.append(f"{key:<30}left out: {why}")
+                lines.append(f"{key:<34}left out: {why}")
             peer = fastest_peer(section["contestants"]) if part == "models" else None
             if peer:
                 own, other = (section["contestants"][key]["times"] for key in (OURS, peer))
@@ -192,13 +198,26 @@ def draw(folder: pathlib.Path):
     from matplotlib.figure import Figure
 
     summary = read_json(folder / "summary.json")
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    grid = figure.add_gridspec(2, 3)
-    _draw_bars(figure.add_subplot(grid[0, :]), summary)
-    left, middle, right = (figure.add_subplot(grid[1, column]) for column in range(3))
-    _draw_lines(left, summary, "batch", "batch_size", "batch (MLP, 669,706 parameters)")
-    _draw_lines(middle, summary, "width", "floats", "parameters (MLP, batch 256)")
-    _draw_gep(right, summary)
+    lower = []
+    if summary["scaling"]:
+        lower += [
+            lambda axes: _draw_lines(
+                axes, summary, "batch", "batch_size", "batch (MLP, 669,706 parameters)"
+            ),
+            lambda axes: _draw_lines(
+                axes, summary, "width", "floats", "parameters (MLP, batch 256)"
+            ),
+        ]
+    if summary["gep"]:
+        lower.append(lambda axes: _draw_gep(axes, summary))
+    upper = bool(summary["models"])
+    height = upper + bool(lower)
+    figure = Figure(figsize=(11, 4 * height), layout="constrained")
+    grid = figure.add_gridspec(height, max(1, len(lower)))
+    if upper:
+        _draw_bars(figure.add_subplot(grid[0, :]), summary)
+    for column, panel in enumerate(lower):
+        panel(figure.add_subplot(grid[-1, column]))
     figure.savefig(folder / "speed.png", dpi=130)
 
 
@@ -262,7 +281,7 @@ def _draw_gep(axes, summary: dict[str, Any]):
     for number, (name, section) in enumerate(summary["gep"].items()):
         found = _ratios(section, "dp-sgd, book-keeping")
         for key, own in found.items():
-            if key.startswith(("gep", "naive")):
+            if key.startswith(("gep", "naive", "alone")):
                 axes.barh(place, own["ratio"], color=f"C{number}", label=name)
                 ticks.append(key)
                 place += 1

@@ -7,6 +7,7 @@ import pytest
 from checks import moved
 
 import jdp
+from jdp import gradients
 
 PARAMS = {"w": jnp.linspace(-1, 1, 8).reshape(4, 2), "b": jnp.zeros(2)}
 N = 7
@@ -260,3 +261,15 @@ CLIP = jdp.clip_by_norm(1.0)
 def test_bad_input(make, error, match):
     with pytest.raises(error, match=match):
         make()
+
+
+def test_microbatches_are_near_what_fits_and_waste_little():
+    for fit, size, devices, expected in [
+        (12, 64, 1, 16),  # 6 of 11 would work on two examples twice
+        (5, 64, 1, 4),
+        (2_029, 4_096, 1, 1_366),  # nearly even already
+        (7, 61, 1, 7),  # nothing near divides a prime
+        (50, 1_000, 8, 56),
+        (100, 97, 8, 104),
+    ]:
+        assert gradients._near(fit, size, devices) == expected
