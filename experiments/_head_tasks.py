@@ -21,6 +21,10 @@ class Pool:
         rows = np.isin(self.y, pair)
         return self.x[rows], np.where(self.y[rows] == pair[1], 1, -1).astype(np.float32)
 
+    def largest(self, classes: np.ndarray) -> int:
+        """The most records that `draw` can draw, whichever pair of these classes."""
+        return 2 * min(int((self.y == label).sum()) for label in classes)
+
     def draw(self, rng: np.random.Generator, pair: np.ndarray, count: int):
         """Return (count, d) features and labels -1 or 1, half of each class of the pair."""
         signs = np.where(np.arange(count) % 2, 1, -1)
@@ -49,6 +53,9 @@ def load(features: str, dimension: int) -> tuple[Pool, Pool, Pool, str]:
         if not path.exists():
             raise UsageError(f"there is no {path}; --features takes a .npz file, or digits")
         with np.load(path) as found:
+            names = ("train", "train_labels", "test", "test_labels")
+            if missing := [name for name in names if name not in found]:
+                raise UsageError(f"--features {path} lacks the arrays {' '.join(missing)}")
             x, y = found["train"], found["train_labels"]
             half = len(x) // 2
             parts = [(x[:half], y[:half]), (x[half:], y[half:])]

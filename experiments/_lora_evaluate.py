@@ -130,8 +130,8 @@ def evaluate(
     """Stage `evaluate`: samples of every method for every private set, and all distances.
 
     Returns:
-      For each (method, epsilon): distances of the samples to their own set, (sets,), and of the
-      same samples to the other sets, averaged, which is the control of mismatched sets.
+      For each (method, epsilon): the distance of each set to its own samples, (sets,), and to the
+      samples of the other sets, averaged, which is the control of mismatched sets.
     """
     adapted: list[tuple[str, float | None]] = [("no adaptation", None), *tasks(options)]
     adapted += [(DEEPSETS, None), *((DEEPSETS, epsilon) for epsilon in options["epsilons"])]
@@ -192,7 +192,7 @@ def generated(config, options, sets: Sets, task: Problem, learnt, plan) -> Any:
 
 
 def distances(drawn: list[np.ndarray], real: list[np.ndarray]) -> dict[str, Any]:
-    """Own and mismatched distances of the samples of each set."""
+    """Distances of each set to its own samples, and to those of the other sets."""
     result: dict[str, Any] = {}
     for name, measure in (("frechet", distance), ("kernel", _lora_features.kernel_distance)):
         table = np.array([[measure(own, other) for other in real] for own in drawn])

@@ -41,7 +41,7 @@ def markdown(summary: dict[str, Any]) -> str:
     for method in dict.fromkeys(str(row["method"]) for row in rows):
         lines.append(line(LABELS.get(method, method), method, "frechet"))
         if method == "dp-deepsets":
-            lines.append(line("the same samples, against other sets", method, "mismatched"))
+            lines.append(line("the control: samples of the other sets", method, "mismatched"))
     return "\n".join(lines) + "\n"
 
 

@@ -65,7 +65,7 @@ class Args:
     seed: int = 0
     """Seed of everything. The data are public, so runs of this study need not be private."""
     out: pathlib.Path | None = None
-    """Run folder; by default runs/hypernet_head."""
+    """Run folder; by default runs/hypernet_head, or runs/hypernet_head-smoke."""
     smoke: bool = False
     """Only check that everything works: 20 steps, 3 tasks."""
 
@@ -218,13 +218,17 @@ def main(args: Args) -> dict[str, Any]:
     public, private, test, source = load(args.features, args.dimension)
     classes = np.unique(public.y)
     own, other = (classes[:-4], classes[-4:]) if args.unseen else (classes, classes)
+    most = min(public.largest(own), private.largest(other))
+    if max(args.sizes) > most:
+        raise UsageError(f"--sizes must be at most {most} for {source}, but got {args.sizes}")
     cells = [(epsilon, size) for epsilon in args.epsilons for size in args.sizes]
     noise = [
         float(hypernet.plan_embedding(n, epsilon=e, delta=args.delta).noise_multiplier)
         * (TRAINED_SIZE / n)
         for e, n in cells
     ]
-    folder = _run.Folder(args.out or pathlib.Path("runs", "hypernet_head"))
+    default = "hypernet_head-smoke" if args.smoke else "hypernet_head"
+    folder = _run.Folder(args.out or pathlib.Path("runs", default), "hypernet_head")
     config = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "smoke")}
     rng = np.random.default_rng(args.seed + 1)
     tuning, chosen = pairs(own, rng, 4), pairs(other, rng, args.tasks)

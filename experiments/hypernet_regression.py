@@ -80,7 +80,7 @@ class Args:
     seed: int = 0
     """Seed of data and noise. The data are synthetic, so the runs need not be private."""
     out: pathlib.Path | None = None
-    """Run folder; by default runs/hypernet_regression."""
+    """Run folder; by default runs/hypernet_regression, or runs/hypernet_regression-smoke."""
     smoke: bool = False
     """Only check that everything works: d of 8 and 16, few data sets and steps, where not given."""
 
@@ -90,8 +90,9 @@ def main(args: Args) -> dict[str, Any]:
     if args.smoke:
         args = _options.smaller(args, SMOKE)
     check(args)
-    default = pathlib.Path("runs", "hypernet_regression")
-    folder = _run.Folder(args.out or default, "hypernet_regression")
+    name = "hypernet_regression"
+    default = pathlib.Path("runs", f"{name}-smoke" if args.smoke else name)
+    folder = _run.Folder(args.out or default, name)
     rest = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "smoke")}
     summary: dict[str, Any] = {"experiment": "hypernet_regression", "delta": DELTA} | rest
     wanted = cells(args)

@@ -203,7 +203,7 @@ class Study:
         """For every budget the best setting, and the scores of all."""
         settings = grid(method, self.classes)
         if self.args.smoke:
-            settings = settings[:: len(settings) // 2]
+            settings = settings[:: len(settings) // 2][:2]
         runs = [(e, s, TUNING) for s in settings for e in self.budgets(method)]
         results = self._all("tune", method, runs)
         chosen = {}

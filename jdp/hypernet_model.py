@@ -162,8 +162,10 @@ class Hypernet:
         # Coordinates of order 1 where the clip norm is used up.
         context = embedding * (math.sqrt(size) / self.clip_norm)
         context = context.reshape(self.context_tokens, size // self.context_tokens)
-        tokens = self.decoder.apply({"params": params.decoder}, context)
-        assert isinstance(tokens, jax.Array)
+        tokens: Any = self.decoder.apply({"params": params.decoder}, context)
+        if not isinstance(tokens, jax.Array):
+            remedy = "Return one array of tokens, (t, d)."
+            _check.fail("decoder", "a module that returns an array", tokens, remedy, TypeError)
         return self.detokenise(tokens)
 
     def generate(
@@ -173,9 +175,8 @@ class Hypernet:
         return self.decode(params, self.embed(params, records, key, mask))
 
     def _encode(self, encoder: PyTree, record: PyTree) -> Float[Array, " features"]:
-        found = self.encoder.apply({"params": encoder}, record)
-        assert not isinstance(found, tuple)
-        return found
+        found: Any = self.encoder.apply({"params": encoder}, record)
+        return found  # what else it may be, `features` refuses
 
     def mean_embedding(
         self, encoder: PyTree, records: PyTree, mask: Array | None = None
@@ -208,7 +209,8 @@ def flat_tokens(like: PyTree, token_size: int) -> tuple[int, Detokenise]:
 
     Raises:
       TypeError: a leaf is not a floating array.
-      ValueError: there is no leaf, or `token_size` is below 1.
+      ValueError: there is no leaf, or `token_size` is below 1; that function, where tokens have
+        another shape.
 
     >>> num_tokens, detokenise = flat_tokens({"b": jnp.zeros(2), "w": jnp.zeros((2, 3))}, 5)
     >>> num_tokens, detokenise(jnp.arange(10.0).reshape(2, 5))["b"].tolist()

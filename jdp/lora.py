@@ -7,7 +7,7 @@ concern them alone and the base parameters are never written to.
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,8 +37,8 @@ def init(key: Key, params: Params, patterns: str | Sequence[str], *, rank: int) 
 
     Raises:
       TypeError: an argument has another type.
-      ValueError: a pattern matches nothing, or a leaf that is no floating matrix, or the rank is
-        out of range.
+      ValueError: a pattern matches nothing, or a leaf that is no floating matrix, or two leaves of
+        one path, or the rank is out of range.
 
     >>> import jax, jax.numpy as jnp
     >>> from jdp import lora
@@ -78,7 +78,7 @@ def merge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
 
     Raises:
       TypeError: `adapters` has another form.
-      ValueError: an adapter fits no leaf.
+      ValueError: an adapter fits no leaf, or two leaves have its path.
 
     >>> import jax.numpy as jnp
     >>> from jdp import lora
@@ -90,7 +90,7 @@ def merge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
     if not isinstance(scale, jax.Array):
         _check.number("scale", scale, remedy="It is alpha / rank; 1.0 is usual.")
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    shapes = {_name(path): jnp.shape(leaf) for path, leaf in leaves}
+    shapes = {_name(path): _shape(leaf) for path, leaf in leaves}
     pairs = isinstance(adapters, Mapping) and all(
         isinstance(factors, Mapping) and factors.keys() == {"down", "up"}
         for factors in adapters.values()
@@ -98,6 +98,7 @@ def merge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
     if not pairs:
         expected = 'of the form {path: {"down": ..., "up": ...}}'
         _check.fail("adapters", expected, adapters, "Make them with lora.init.", TypeError)
+    _one_leaf_each(adapters, [_name(path) for path, _ in leaves])
     for path, factors in adapters.items():
         shape, (down, up) = shapes.get(path), (jnp.shape(factors[name]) for name in ("down", "up"))
         matrix = shape and (math.prod(shape[:-1]), shape[-1])
@@ -257,26 +258,41 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def _shape(leaf: Any) -> tuple[int, ...]:
+    """The shape of an array; () of anything else, such as an activation function."""
+    return getattr(leaf, "shape", ())
+
+
+def _one_leaf_each(wanted: Collection[str], names: Sequence[str]) -> None:
+    """Refuse paths that two leaves share: "a/b" as one key, and as "b" under "a"."""
+    for path in wanted:
+        if names.count(path) > 1:
+            remedy = "Two leaves have this path: rename a key that has a slash in it."
+            _check.fail("params", "such that paths with adapters differ", path, remedy)
+
+
 def _matching(params: Params, patterns: str | Sequence[str]) -> dict[str, Any]:
     """The leaves whose path matches a pattern, after checking that each can have an adapter."""
     several = isinstance(patterns, Sequence) and not isinstance(patterns, str)
-    wanted = tuple(patterns) if several else (patterns,)
+    wanted: tuple[Any, ...] = tuple(patterns) if several else (patterns,)
     if not wanted or not all(isinstance(pattern, str) for pattern in wanted):
         remedy = 'For example "*/qkv/kernel".'
         _check.fail("patterns", "one shell pattern or more", patterns, remedy, TypeError)
-    leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    found = {}
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    leaves, found = {_name(path): leaf for path, leaf in flat}, {}
     for pattern in wanted:
         matches = [path for path in leaves if fnmatch.fnmatchcase(path, pattern)]
         if not matches:
             some = ", ".join(list(leaves)[:3])
             _check.fail("patterns", "such that each matches", pattern, f"Paths are {some}, ...")
         found |= dict.fromkeys(matches)
+    _one_leaf_each(found, [_name(path) for path, _ in flat])
     for path in found:
         leaf = leaves[path]
-        shape = jnp.shape(leaf)
+        shape = _shape(leaf)
         if len(shape) < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            got = _check.Words(f"{path}, {leaf.dtype}{list(shape)}")
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            got = _check.Words(f"{path}, {kind}{list(shape)}")
             remedy = "Only floating arrays of two axes or more have adapters; name kernels."
             _check.fail("patterns", "such that they match matrices only", got, remedy)
     return {path: leaf for path, leaf in leaves.items() if path in found}

@@ -140,7 +140,8 @@ def private_embedding(
     Args:
       key: one typed PRNG key, secret, never used before.
       encode: $\phi_1$, a function of ONE record to a vector; public, and pure. It is mapped over
-        the records, so that it cannot see two at once.
+        the records; what could see two at once (an axis name, a callback, a batching rule of its
+        own) is refused.
       records: a pytree of arrays with the records on the leading axis.
       mask: (n,) booleans, False for padding; by default all are records, and must be N.
       clip_norm: C, finite. May be traced.
@@ -203,6 +204,8 @@ def embedding_sum(
 
 _ONE = "a function of ONE record"
 _PURE = "Write a pure function of one record, without axis names, callbacks or printing."
+# Mapped over the records, these are given all of them at once, and have no effects to be seen by.
+_BATCHED = {"pure_callback", "ffi_call", "custom_vmap_call"}
 
 
 @contextlib.contextmanager
@@ -221,20 +224,32 @@ def features(encode: Encode, record: PyTree) -> int:
 
     Raises:
       TypeError: it does not return a floating array.
-      ValueError: the array is not a vector, or `encode` has effects: it prints, calls back, or
-        communicates over an axis of a surrounding map, where other records may be.
+      ValueError: the array is not a vector, or `encode` may see other records: it prints, calls
+        back, has a batching rule of its own, or communicates over an axis of a surrounding map.
     """
     with refusing_axis_names("encode"):
         traced, found = jax.make_jaxpr(encode, return_shape=True)(record)
     if traced.effects:
         effects = _check.Words(f"one with effects {sorted(map(str, traced.effects))}")
         _check.fail("encode", f"{_ONE}, free of effects", effects, _PURE)
+    if batched := sorted(_BATCHED.intersection(_primitives(traced.jaxpr))):
+        seen = _check.Words(f"one with {', '.join(batched)}, which sees the whole batch")
+        _check.fail("encode", _ONE, seen, _PURE)
     remedy = "Return the embedding of ONE record as a vector; flatten it."
     if not hasattr(found, "dtype") or not jnp.issubdtype(found.dtype, jnp.floating):
         _check.fail("encode", "a function that returns a floating vector", found, remedy, TypeError)
     if len(found.shape) != 1 or not found.shape[0]:
         _check.fail("encode", "a function that returns a vector", found, remedy)
     return math.prod(found.shape)
+
+
+def _primitives(jaxpr: Any) -> Iterator[str]:
+    """The names of all operations in a jaxpr, and in the jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for value in jax.tree.leaves(equation.params):
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                yield from _primitives(inner)
 
 
 def one_record(records: PyTree) -> PyTree:

@@ -58,7 +58,7 @@ def quick_compilation(request):
 
 # Threefry takes longest to compile. Where noise is not what is tested, keys are of another kind.
 QUICK_KEYS = ("test_bookkeeping", "test_models", "test_interop", "test_lora", "test_unet")
-QUICK_KEYS += ("test_speed", "test_linear_probe", "test_experiments", "test_hypernet_lora")
+QUICK_KEYS += ("test_speed", "test_linear_probe", "test_hypernet_lora")
 
 
 @pytest.fixture(autouse=True)

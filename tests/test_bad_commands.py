@@ -202,6 +202,7 @@ def _message(experiment, options, folder, monkeypatch, capsys):
     before = _contents(folder)
     with pytest.raises(SystemExit) as status:
         if experiment == "tables":
+            sys.modules.pop("experiments.tables", None)  # or runpy warns
             runpy.run_module("experiments.tables", run_name="__main__")
         module = importlib.import_module(f"experiments.{experiment}")
         _run.command_line(module.Args, module.main)

@@ -364,7 +364,7 @@ GIVEN = {"model": models, "name": st.sampled_from(sorted(CLIPPERS)), "gram": st.
 
 
 @hypothesis.given(**GIVEN)
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=6)
 def test_random_models(model, name, gram):
     _random_model_check(model, name, gram)
 

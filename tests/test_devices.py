@@ -134,12 +134,16 @@ def test_two_processes_are_as_one(layouts):
     assert first["secure"][0] != first["secure"][1]
 
 
+@pytest.mark.slow
 def test_the_experiment_on_three_devices_is_as_on_one():
     for method, (distance, size) in _result(*_output(_run("experiment", devices=3))).items():
         assert distance < ROUNDING < size, method
 
 
-@pytest.mark.parametrize("processes, steps, accuracy", [(1, 100, 0.7), (2, 10, 0.3)])
+@pytest.mark.parametrize(
+    "processes, steps, accuracy",
+    [pytest.param(1, 100, 0.7, marks=pytest.mark.slow), (2, 10, 0.3)],
+)
 def test_the_recipe_in_the_readme_runs(processes, steps, accuracy):
     text = (ROOT / "README.md").read_text().split("## Many devices, many hosts")[1]
     recipe = re.search(r"```python\n(.*?)```", text, re.DOTALL)

@@ -170,9 +170,29 @@ def test_swapping_a_record_moves_the_embedding_by_its_sensitivity():
         assert 0 < change <= 2 * 0.3 / RECORDS * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("name", ["sees the batch", "prints", "calls back"])
-def test_encoders_with_effects_are_refused(name):
+def host(record):
+    """Over a batch, numpy is given all records in one call."""
+    return jax.pure_callback(lambda p: p, record, record, vmap_method="expand_dims")
+
+
+@jax.custom_batching.custom_vmap
+def centred(record):
+    return record
+
+
+@centred.def_vmap
+def _(size, batched, records):
+    return records - records.mean(0), True
+
+
+@pytest.mark.parametrize(
+    "name", ["sees the batch", "prints", "calls back", "leaves jax", "batches itself", "nested"]
+)
+def test_encoders_that_may_see_other_records_are_refused(name):
     encoders = {
+        "leaves jax": host,
+        "batches itself": centred,
+        "nested": lambda p: jax.lax.cond(p[0] > 0, jax.jit(centred), jnp.sin, p),
         "sees the batch": lambda p: p - jax.lax.pmean(p, "sets"),
         "prints": lambda p: jax.debug.print("{}", p) or p,
         "calls back": lambda p: jax.experimental.io_callback(lambda p: p, p, p),
@@ -295,6 +315,7 @@ def public_tasks(key, sets=16, mask=None):
     return Tasks(5 + means + 0.1 * noise, means[:, 0], mask)
 
 
+@pytest.mark.slow
 def test_it_learns_to_tell_sets_apart():
     num_tokens, detokenise = flat_tokens(jnp.zeros(2), 2)
     plan = plan_embedding(RECORDS, epsilon=16.0, delta=DELTA)
@@ -356,6 +377,16 @@ def embed(records=None, mask=None, encode=lambda p: p, key=KEY, **options):
     return private_embedding(key, encode, records, mask, **GOOD | options)
 
 
+class Pair(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(x), x
+
+
+def generated(own):
+    return own.generate(parameters(own), RECORDS_OF(KEY), KEY)
+
+
 @pytest.mark.parametrize(
     "call, error, message",
     [
@@ -401,6 +432,10 @@ def embed(records=None, mask=None, encode=lambda p: p, key=KEY, **options):
         (lambda: net(clip_norm=math.inf), ValueError, "`clip_norm`"),
         (lambda: net(context_tokens=0), ValueError, "`context_tokens`"),
         (lambda: net().init(0, RECORDS_OF(KEY)), TypeError, "`key`"),
+        (lambda: generated(net(Pair())), TypeError, "`encode`.*floating"),
+        (lambda: generated(net(decoder=Pair())), TypeError, "`decoder`.*array"),
+        (lambda: generated(net(decoder=LinearDecoder(4, 6))), ValueError, "`tokens`.*\\(3, 6\\)"),
+        (lambda: init_training(net(), optax.sgd(1.0), 0, RECORDS_OF(KEY)), TypeError, "`key`"),
         (lambda: flat_tokens({}, 3), TypeError, "`like`"),
         (lambda: flat_tokens({"a": jnp.zeros(3, int)}, 3), TypeError, "`like`.*floating"),
         (lambda: flat_tokens(TARGET, 0), ValueError, "`token_size`"),

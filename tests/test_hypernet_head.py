@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import hypernet_head
+from experiments import hypernet_head, hypernet_regression
 from experiments._run import UsageError
 
 
@@ -41,8 +41,35 @@ def test_smoke_run_resumes(tmp_path, monkeypatch):
         ({"sizes": (4,)}, "--sizes must be at least 8"),
         ({"delta": 0.5}, "--delta must be above 0 and below 1 / 100"),
         ({"features": "nowhere.npz"}, "there is no nowhere.npz"),
+        ({"sizes": (25, 500)}, "--sizes must be at most 1[0-9][0-9] for"),
     ],
 )
 def test_bad_options_are_named(change, match, tmp_path):
     with pytest.raises(UsageError, match=match):
         hypernet_head.main(hypernet_head.Args(out=tmp_path, **change))
+
+
+def test_a_file_without_features_is_refused(tmp_path):
+    np.savez(tmp_path / "other.npz", train=np.zeros((4, 2)))
+    args = hypernet_head.Args(features=str(tmp_path / "other.npz"), out=tmp_path)
+    with pytest.raises(UsageError, match="lacks the arrays train_labels test test_labels"):
+        hypernet_head.main(args)
+
+
+@pytest.mark.parametrize("study", [hypernet_head, hypernet_regression])
+def test_a_smoke_run_leaves_the_folder_of_the_study_alone(study, monkeypatch):
+    class Begin(Exception):
+        pass
+
+    paths = []
+
+    def folder(path, experiment):
+        del experiment
+        paths.append(path)
+        raise Begin
+
+    monkeypatch.setattr(study._run, "Folder", folder)
+    for smoke in (False, True):
+        with pytest.raises(Begin):
+            study.main(study.Args(smoke=smoke))
+    assert len(set(paths)) == 2

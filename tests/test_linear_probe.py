@@ -143,6 +143,7 @@ def test_blocks_are_one_matrix():
     assert _probe_methods.loss(whole, example) == _probe_methods.loss(blocks, example)
 
 
+@pytest.mark.slow
 def test_share_outside_of_the_subspace():
     # Labels' gradients span (features + bias) x (classes - 1) directions.
     data = linear_probe.split(_features_of(), num_public=16, validation=10)

@@ -136,6 +136,27 @@ def test_bad_input_is_named(params, call, match):
         call(params)
 
 
+def test_leaves_that_are_no_arrays_stay_as_they_are():
+    params = {"w": jnp.ones((2, 3)), "act": jnp.tanh, "slope": 0.1}
+    adapters = lora.init(jax.random.key(0), params, "w", rank=1)
+    merged = lora.merge(params, adapters)
+    assert merged["act"] is jnp.tanh and merged["slope"] == 0.1
+    for name in ("act", "slope"):
+        with pytest.raises(ValueError, match=f"matrices only.*{name}"):
+            lora.init(jax.random.key(0), params, name, rank=1)
+    with pytest.raises(TypeError, match="`key`"):
+        lora.init(0, params, "w", rank=1)
+
+
+def test_two_leaves_of_one_path_are_refused():
+    params = {"a/b": jnp.ones((2, 2)), "a": {"b": jnp.ones((2, 2)), "c": jnp.ones((2, 2))}}
+    with pytest.raises(ValueError, match="`params`.*a/b.*rename"):
+        lora.init(jax.random.key(0), params, "*b", rank=1)
+    one = lora.init(jax.random.key(0), params, "a/c", rank=1)
+    with pytest.raises(ValueError, match="`params`.*a/b.*rename"):
+        lora.merge(params, {"a/b": one["a/c"]})
+
+
 def test_patterns_are_strings(params):
     with pytest.raises(TypeError, match="`patterns`"):
         lora.init(jax.random.key(0), params, (), rank=1)

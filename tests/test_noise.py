@@ -140,7 +140,7 @@ def test_bad_input(arguments, options, error, match):
 
 
 def test_noise_is_drawn_in_one_place_only():
-    # C2. Elsewhere Gaussians only start or complete public subspaces.
+    # C2. Elsewhere Gaussians only start or complete public subspaces, and start adapters.
     package = pathlib.Path(jdp.__file__).parent
     draws = {
         path.name: len(
@@ -151,6 +151,7 @@ def test_noise_is_drawn_in_one_place_only():
     }
     assert {name: count for name, count in draws.items() if count} == {
         "_normal.py": 1,
+        "lora.py": 1,
         "subspace.py": 2,
         "moving_subspace.py": 1,
     }

@@ -69,7 +69,13 @@ def test_bad_options_are_named(change, message, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:optax.global_norm:DeprecationWarning")  # in jax-privacy
-@pytest.mark.parametrize("name, peers", [("mlp", ("optax", "jax-privacy")), ("lora", ("optax",))])
+@pytest.mark.parametrize(
+    "name, peers",
+    [
+        ("mlp", ("optax", "jax-privacy")),
+        pytest.param("lora", ("optax",), marks=pytest.mark.slow),
+    ],
+)
 def test_all_contestants_take_the_same_step_without_noise(name, peers):
     entries = contestants(rows(smoke=True)[name], peers, noise_multiplier=0.0)
     moves = {}
