@@ -119,6 +119,8 @@ def _draw_error_by_rank(axes, errors):
         axes.plot([int(k) for k in ranks], means, marker=".", label=f"step {point['step']}")
     axes.set_xscale("log")
     axes.set_ylim(0, 1.02)
+    axes.set_xlabel("rank k", fontsize="x-small")
+    axes.set_ylabel("share outside of the subspace", fontsize="x-small")
 
 
 def _over_training(axes, errors, table: str):
@@ -126,6 +128,7 @@ def _over_training(axes, errors, table: str):
     for key in errors[0][0][table]:
         means = [_mean(errors, i, table, key) for i in range(len(steps))]
         axes.plot(steps, means, marker=".", label=key)
+    axes.set_xlabel("step", fontsize="x-small")
 
 
 def _draw_error_by_source(axes, errors):
@@ -135,4 +138,6 @@ def _draw_error_by_source(axes, errors):
 
 def _draw_stable_rank(axes, errors):
     _over_training(axes, errors, "stable_rank")
-    axes.set_yscale("log")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("squared Frobenius norm over largest eigenvalue", fontsize="x-small")

@@ -270,7 +270,11 @@ def command_line(args_type: type, main: Callable[[Any], dict[str, Any]]):
     module = sys.modules[main.__module__]
     words = [word for word in sys.argv[1:] if word != "--debug"]
     about = f"{module.__doc__}\nErrors are one line; with --debug they show where they happened."
-    args = tyro.cli(args_type, description=about, args=words)
+    try:
+        args = tyro.cli(args_type, description=about, args=words)
+    except BrokenPipeError:  # of --help, whose reader has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
     try:
         if getattr(args, "smoke", False):
             _options.check_smoke(args, getattr(module, "SMOKE", {}), words)
