@@ -77,11 +77,13 @@ def _text(lines: list[list[str]]) -> list[str]:
 
 def report(summary: dict[str, Any]) -> str:
     """The report for people."""
+    tried = (row for part in ("dimension", "epsilon", "size") for row in summary.get(part, []))
+    each = max((len(row.get("tuning", [])) for row in tried), default=0)
     lines = [
         f"Private linear regression, delta {summary['delta']:g}, zero-out adjacency. Excess risk",
         "over that of w = 0 (standard error), each for ONE run at the stated epsilon; the study is",
         f"not private as a whole, its data are synthetic. {summary['seeds']} data sets a number;",
-        f"24 settings a method, tuned on {summary['tuning_draws']} others; `learned` has one.",
+        f"{each} settings a method, tuned on {summary['tuning_draws']} others; `learned` has one.",
     ]
     for (gamma, zeta), rows in group(summary.get("dimension", []), "gamma", "zeta").items():
         lines += ["", f"== dimension: gamma {gamma:g}, N = d^{1 + zeta:g}, epsilon 1 =="]

@@ -61,7 +61,7 @@ def test_rates_are_those_of_the_notes():
 
 
 def test_every_method_has_as_many_settings():
-    assert {len(set(own.grid())) for own in METHODS.values()} == {16}
+    assert {len(set(own.grid())) for own in METHODS.values()} == {24}
 
 
 def test_moments_keep_their_sensitivity():
