@@ -165,6 +165,11 @@ def anchors(
         if not len(images):
             raise UsageError("--anchors in-distribution needs --num-public above 0")
     elif name == "digits":
+        if dataset.image_shape == SHAPES["digits"]:
+            raise UsageError(
+                "--anchors digits are the private images themselves with --dataset digits; "
+                "use in-distribution"
+            )
         images = normalise(_resize(_digits()[0], height, channels), dataset.image_shape)
     else:
         if name in ANCHORS:

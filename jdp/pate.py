@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from dp_accounting.rdp import rdp_privacy_accountant
@@ -45,9 +46,12 @@ Train: TypeAlias = Callable[[Key, PyTree], Int[Array, " queries"]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VoteSum(ClippedSum):
-    """Votes by class, one row a TEACHER: one that votes otherwise leaves one class for another."""
+    """Votes by class, one row a TEACHER; its scale covers one that leaves one class for another.
 
-    replace_one_factor: ClassVar[float] = math.sqrt(2)
+    A zeroed record too leaves a teacher that votes, maybe for another class.
+    """
+
+    replace_one_factor: ClassVar[float] = 1.0
 
 
 @jax.tree_util.register_dataclass
@@ -129,13 +133,24 @@ def teacher_votes(
 
     def vote(teacher: Int[Array, ""]) -> Int[Array, " queries"]:
         shard = jax.tree.map(lambda leaf: leaf[shards[teacher]], data)
-        return train(jax.random.fold_in(train_key, teacher), shard)
+        voted = train(jax.random.fold_in(train_key, teacher), shard)
+        if not isinstance(voted, jax.Array):
+            return voted
+        # Indexing would take a teacher that there is not for one that there is: it abstains.
+        return jnp.where((teacher >= 0) & (teacher < plan.teachers), voted, -1)
 
     asked = np.arange(plan.teachers) if teachers is None else teachers
     integers = hasattr(asked, "dtype") and jnp.issubdtype(asked.dtype, jnp.integer)
     if not integers or jnp.ndim(asked) != 1 or not len(asked):
         remedy = "Pass jnp.arange(start, stop), or leave it out for all."
         _check.fail("teachers", "numbers of teachers, of shape (t,)", teachers, remedy)
+    if not isinstance(asked, jax.core.Tracer):
+        numbers = np.asarray(asked).tolist()
+        known = 0 <= min(numbers) and max(numbers) < plan.teachers
+        if not known or len(set(numbers)) < len(numbers):
+            expected = f"different numbers from 0 to {plan.teachers - 1}"
+            remedy = "A teacher that voted twice would give a record two votes."
+            _check.fail("teachers", expected, teachers, remedy)
     teachers = jnp.asarray(asked)
     found = jax.eval_shape(vote, teachers[0])
     shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
@@ -209,11 +224,11 @@ def noisy_labels(
 def vote_sum(votes: Int[Array, "teachers queries"], num_classes: int) -> VoteSum:
     """Votes by query and class, not yet private: exact sums of zeros and ones.
 
-    Q histograms, each of which one teacher changes: noise scale sqrt(Q), and sqrt(2) times that
-    where it votes otherwise.
+    Q histograms, in each of which one teacher may leave one class for another: noise scale
+    sqrt(2 Q), under every relation between records.
     """
     counts = _counts(_integers(votes), num_classes)
-    return VoteSum((counts,), (math.sqrt(votes.shape[1]),), rows=votes.shape[0])
+    return VoteSum((counts,), (math.sqrt(2 * votes.shape[1]),), rows=votes.shape[0])
 
 
 def most_votes(votes: Int[Array, "teachers queries"], num_classes: int) -> MostVotes:
@@ -225,7 +240,8 @@ def most_votes(votes: Int[Array, "teachers queries"], num_classes: int) -> MostV
 def _counts(votes: Int[Array, "t q"], num_classes: int) -> Float[Array, "q k"]:
     remedy = "It is a public number of classes."
     _check.integer("num_classes", num_classes, at_least=2, remedy=remedy)
-    classes = jnp.arange(num_classes, dtype=votes.dtype)
+    votes = jnp.asarray(votes).astype(jnp.int32)  # in a narrow type large classes would wrap
+    classes = jnp.arange(num_classes, dtype=jnp.int32)
     return jnp.sum(votes[:, :, None] == classes[None, None, :], axis=0, dtype=jnp.float32)
 
 

@@ -92,7 +92,8 @@ def test_prepared_folders_are_read_and_decoded_once(name, tmp_path, monkeypatch)
         (lambda d: datasets.anchors("noise", d), "--anchors must be one of"),
         (lambda d: datasets.anchors("missing.npy", d), "there is no missing.npy"),
         (lambda d: datasets.anchors("imagenet", d, data_dir="/nowhere"), "Give their folder"),
-        (lambda d: datasets.anchors("digits", d, 10_000), "--num-anchors"),
+        (lambda d: datasets.anchors("in-distribution", d, 10_000), "--num-anchors"),
+        (lambda d: datasets.anchors("digits", d), "private images themselves"),
     ],
 )
 def test_bad_input_is_named(call, message):

@@ -155,17 +155,20 @@ def test_bad_options_are_named_before_data_is_touched(change, message, monkeypat
         ({"methods": ("dp-sgd",), "batch_size": 5_000}, "exceeds the 1,247 private images"),
         ({"methods": ("gep",), "groups": 9}, "exceeds the 2 layers of mlp"),
         ({"methods": ("gep",), "rank": 900}, "exceeds what 200 anchors span"),
-        ({"methods": ("public-only",), "num_public": 0, "anchors": "digits"}, "--num-public"),
-        ({"methods": ("adadps",), "num_public": 0, "anchors": "digits"}, "adadps needs"),
+        ({"methods": ("public-only",), "num_public": 0, "anchors": "other"}, "--num-public"),
+        ({"methods": ("adadps",), "num_public": 0, "anchors": "other"}, "adadps needs"),
         (
-            {"methods": ("gep",), "subspace": "true-labels", "anchors": "digits"},
+            {"methods": ("gep",), "subspace": "true-labels", "anchors": "other"},
             "--subspace true-labels needs --anchors in-distribution",
         ),
         ({"delta": 0.01}, "--delta must be below 1 / 1,247"),
         ({"anchors": "in-distribution", "num_public": 0}, "--num-public above 0"),
     ],
 )
-def test_options_that_do_not_fit_the_data_are_named(change, message):
+def test_options_that_do_not_fit_the_data_are_named(change, message, tmp_path):
+    if change.get("anchors") == "other":
+        np.save(tmp_path / "other.npy", np.zeros((300, 8, 8)))
+        change = change | {"anchors": str(tmp_path / "other.npy")}
     with pytest.raises(UsageError, match=message):
         gep.main(dataclasses.replace(DIGITS, **change))
 

@@ -77,8 +77,35 @@ def test_sensitivities_over_all_votes_of_four_teachers():
             moved["most"] = max(moved["most"], abs(float(most[i] - most[j])))
     one = ballots[:, :1]
     for total, measured in ((vote_sum(one, 3), "histogram"), (most_votes(one, 3), "most")):
-        assert total.noise_scales == (1.0,)
-        assert moved[measured] == pytest.approx(total.replace_one_factor)
+        assert total.noise_scales == (pytest.approx(moved[measured]),)
+        assert total.replace_one_factor == 1.0  # whatever happens to a record
+
+
+def test_votes_have_the_same_noise_under_every_relation():
+    total = vote_sum(jnp.zeros((5, 200), jnp.int32), 50)
+    for adjacency in ("zero-out", "replace-one"):
+        noised = jdp.add_noise(jax.random.key(0), total, 3.0, adjacency=adjacency)
+        std = float(jnp.std(noised - total.parts[0]))
+        assert std == pytest.approx(3 * math.sqrt(2 * 200), rel=0.02)
+
+
+def test_narrow_votes_count_once():
+    assert vote_sum(jnp.zeros((10, 1), jnp.uint8), 300).parts[0].sum() == 10
+
+
+def _voters(teachers):
+    plan = plan_votes(100, 10, 1, epsilon=5.0, delta=DELTA)
+    train = lambda key, shard: jnp.sum(shard)[None].astype(int)  # noqa: E731
+    return teacher_votes(jax.random.key(0), train, jnp.arange(100), plan, teachers)
+
+
+@pytest.mark.parametrize("teachers", [np.arange(1, 11), np.zeros(10, int), np.arange(-5, 5)])
+def test_no_teacher_votes_twice(teachers):
+    with pytest.raises(ValueError, match="`teachers` must be different numbers from 0 to 9"):
+        _voters(teachers)
+    votes = np.asarray(jax.jit(_voters)(jnp.asarray(teachers)))[:, 0]
+    outside = (teachers < 0) | (teachers > 9)
+    assert (votes[outside] == -1).all() and (votes[~outside] >= 0).all()
 
 
 # Noise ---------------------------------------------------------------------------------------

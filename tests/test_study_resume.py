@@ -5,6 +5,8 @@ What a part computes is left out here; `test_resume.py` kills whole programs.
 
 import dataclasses
 import json
+import pathlib
+import tempfile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,9 @@ import pytest
 from experiments import _relu_parts, _run, gep_ablation, linear_probe, relu_regression, search_gep
 from experiments._methods import Budget
 from experiments._run import UsageError
+
+OTHER_IMAGES = str(pathlib.Path(tempfile.mkdtemp()) / "other.npy")
+np.save(OTHER_IMAGES, np.zeros((300, 8, 8)))
 
 
 class Interrupted(Exception):
@@ -131,7 +136,7 @@ STUDIES = {
             "epsilon": (2.0, "epsilon"),
             "delta": (1e-6, "delta"),
             "validation": (300, "data|validation"),
-            "anchors": ("digits", "anchors"),
+            "anchors": (OTHER_IMAGES, "anchors"),
             "seed": (1, "seed"),
             "max_steps": (2, "steps"),
             "max_examples": (700, "data"),

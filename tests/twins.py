@@ -347,7 +347,7 @@ def features_not_clipped(unit):
 def votes_without_root2(unit):
     """A teacher that votes otherwise as if it only fell silent."""
     inner = mechanisms.votes(pate.vote_sum)(unit)
-    return lambda per_example, mask: OneBin(*_parts(inner(per_example, mask)))
+    return lambda per_example, mask: _without_root2(inner(per_example, mask))
 
 
 def votes_as_one_query(unit):
@@ -358,8 +358,9 @@ def votes_as_one_query(unit):
     )
 
 
-def _parts(total):
-    return total.parts, total.noise_scales
+def _without_root2(total):
+    scales = tuple(scale / math.sqrt(2) for scale in total.noise_scales)
+    return dataclasses.replace(total, noise_scales=scales)
 
 
 def labels_without_root2(key, votes, plan, *, num_classes):
