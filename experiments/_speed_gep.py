@@ -11,6 +11,7 @@ import jdp
 from experiments import models
 from experiments._speed_models import Row
 from experiments._speed_steps import NON_PRIVATE, Contestant, contestants
+from jdp.gradients import in_parts
 from jdp.subspace import project
 
 CLIP_NORMS, LEARNING_RATE = (10.0, 2.0), 0.1
@@ -55,8 +56,8 @@ def _cycle(step, params, state, batch, steps: int) -> Contestant:
 def gep_contestants(row: Row, size: Size) -> dict[str, Contestant]:
     """DP-SGD and GEP: of the latter, one refresh of the subspace and the steps up to the next.
 
-    Beside them what no GEP can do without, each by itself: the per-example gradients, and their
-    product with the basis. Its time on this machine is a floor for the ratios.
+    Beside them what a GEP that writes gradients out cannot do without, each by itself: gradients,
+    a microbatch at a time, read once for their norms, and ONE product of them with the basis.
     """
     row = row._replace(batch_size=size.batch_size)
     found = {}
@@ -70,20 +71,32 @@ def gep_contestants(row: Row, size: Size) -> dict[str, Contestant]:
     public = jdp.random_label_gradients(row.loss, images, num_classes=10, microbatch_size=micro)
     gradient = jdp.per_example_grad(row.loss)
     gradients = jax.jit(gradient)(params, batch)
-    found["alone: per-example gradients"] = Contestant(gradient, (params, batch))
+
+    def norms(params, batch):
+        of_some = lambda some: _squares(gradient(params, some))  # noqa: E731
+        return in_parts(of_some, batch, micro)
+
+    found["alone: per-example gradients"] = Contestant(norms, (params, batch))
     for groups in dict.fromkeys((size.groups, 1)):
         labels = _labels(params, size, groups)
         name = f"{groups} groups" if groups > 1 else "1 group"
         for loss in (row.loss, None) if groups > 1 else (row.loss,):
             step, state = _gep(row, size, public, labels, params, loss)
-            found[f"alone: one projection, {name}"] = Contestant(
-                project, (state[0].bases, gradients)
-            )
+            if loss:
+                one = Contestant(project, (state[0].bases, gradients))
+                found[f"alone: one projection, {name}"] = one
             ending = "" if loss else ", gradients in"
             found[f"gep, {name}{ending}"] = _cycle(step, params, state, batch, size.refresh_every)
         step, state = naive_gep(row, size, public, labels, params)
         found[f"naive, {name}"] = _cycle(step, params, state, batch, size.refresh_every)
     return found
+
+
+def _squares(gradients: Any) -> jax.Array:
+    return sum(
+        (jnp.sum(leaf**2, axis=range(1, leaf.ndim)) for leaf in jax.tree.leaves(gradients)),
+        jnp.zeros(()),
+    )
 
 
 def _gep(row: Row, size: Size, public, labels, params, loss):

@@ -165,7 +165,7 @@ def anchors(
         if not len(images):
             raise UsageError("--anchors in-distribution needs --num-public above 0")
     elif name == "digits":
-        if dataset.image_shape == SHAPES["digits"]:
+        if dataset.name == "digits":
             raise UsageError(
                 "--anchors digits are the private images themselves with --dataset digits; "
                 "use in-distribution"

@@ -132,12 +132,12 @@ def arguments(
 def main(args: Args) -> dict[str, Any]:
     """Run every method under every budget, and return the table."""
     for key in ("epsilons", "methods"):
-        if not getattr(args, key):
-            raise UsageError(f"--{key} must have one value or more")
+        values = getattr(args, key)
+        if not values or len(set(values)) < len(values):
+            raise UsageError(f"--{key} must be one or more different values, but got {values}")
     name = args.dataset + ("-full" if args.full else "")
     folder = args.out or pathlib.Path("runs", "gep_table", name)
     methods: dict[str, Any] = {method: {"budgets": []} for method in args.methods}
-    shared: dict[str, Any] = {}
     in_one_run = tuple(method for method in args.methods if method != "pate")
     groups = [group for group in (in_one_run, ("pate",)) if set(group) & set(args.methods)]
     pairs = itertools.product(args.epsilons, groups)
@@ -149,7 +149,7 @@ def main(args: Args) -> dict[str, Any]:
         gep.main(own)
         assert own.out is not None
         summary = _run.read_json(own.out / "summary.json")
-        shared = shared or summary["shared"] | {"delta": summary["delta"]}
+        same = summary["shared"] | {"delta": summary["delta"]}
         for method, row in summary["methods"].items():
             keys = ("test_accuracy_mean", "test_accuracy_std", "noise_multiplier")
             printed = PRINTED.get(args.dataset, {}).get(method, {}).get(epsilon)
@@ -157,9 +157,10 @@ def main(args: Args) -> dict[str, Any]:
                 printed = PRINTED_NON_PRIVATE.get(args.dataset)
             cell = {key: row[key] for key in keys} | {"epsilon": epsilon, "printed": printed}
             seconds = [run.get("seconds_per_step") for run in row["runs"]]
-            methods[method]["budgets"].append(cell | {"seconds_per_step": seconds})
-            methods[method] |= {"public_data": row["public_data"], "setting": row["setting"]}
-    summary = {"experiment": "gep_table", "dataset": args.dataset, "shared": shared}
+            cell |= {"seconds_per_step": seconds, "setting": row["setting"], "shared": same}
+            methods[method]["budgets"].append(cell)
+            methods[method]["public_data"] = row["public_data"]
+    summary = {"experiment": "gep_table", "dataset": args.dataset}
     summary |= {"methods": methods, "provenance": _run.provenance()}
     _run.write_json(lock.path / "summary.json", summary)
     print(f"{markdown(summary)}\nwritten to {folder}")

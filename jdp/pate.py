@@ -102,7 +102,8 @@ def teacher_votes(
 
     Raises:
       TypeError: an argument has another type.
-      ValueError: `data` is of another size than planned, or `train` gives another shape.
+      ValueError: `data` is of another size than planned, `train` gives another shape, or numbers of
+        teachers are unknown or repeated (traced ones: the unknown abstain, repeated are up to you).
 
     >>> x = jax.random.normal(jax.random.key(0), (1000, 2))
     >>> public = jnp.array([[1.0, 1.0], [-1.0, 1.0]])
@@ -133,11 +134,12 @@ def teacher_votes(
 
     def vote(teacher: Int[Array, ""]) -> Int[Array, " queries"]:
         shard = jax.tree.map(lambda leaf: leaf[shards[teacher]], data)
-        voted = train(jax.random.fold_in(train_key, teacher), shard)
-        if not isinstance(voted, jax.Array):
-            return voted
-        # Indexing would take a teacher that there is not for one that there is: it abstains.
-        return jnp.where((teacher >= 0) & (teacher < plan.teachers), voted, -1)
+        return train(jax.random.fold_in(train_key, teacher), shard)
+
+    def vote_or_abstain(teacher: Int[Array, ""]) -> Int[Array, " queries"]:
+        # Indexing would take a (traced) number that is no teacher's for that of another one.
+        known = (teacher >= 0) & (teacher < plan.teachers)
+        return jnp.where(known, vote(teacher).astype(jnp.int32), -1)
 
     asked = np.arange(plan.teachers) if teachers is None else teachers
     integers = hasattr(asked, "dtype") and jnp.issubdtype(asked.dtype, jnp.integer)
@@ -157,7 +159,7 @@ def teacher_votes(
     if shape != (plan.queries,) or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         expected = f"a function that returns integers of shape ({plan.queries},)"
         _check.fail("train", expected, found, "Return logits.argmax(-1) on the public examples.")
-    return jax.lax.map(vote, teachers, batch_size=None if together == 1 else together)
+    return jax.lax.map(vote_or_abstain, teachers, batch_size=None if together == 1 else together)
 
 
 class NoisyLabels(NamedTuple):

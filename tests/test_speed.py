@@ -32,7 +32,7 @@ def test_smoke_times_every_part_and_ends_in_one_json_line(smoke):
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["models"]["mlp"][NON_PRIVATE] == 1
     assert {"jdp book-keeping", "jdp vmap", "optax.contrib"} <= last["models"]["mlp"].keys()
-    assert "gep, 1 group" in last["gep"]["gep, smoke"]
+    assert {"gep, 1 group", "alone: one projection, 1 group"} <= last["gep"]["gep, smoke"].keys()
     assert {path.name for path in out.iterdir()} == {
         "results.json",
         "summary.json",
