@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from experiments import datasets
+from experiments import _features, datasets
 from experiments._run import UsageError
 
 
@@ -38,8 +38,14 @@ class Pool:
         return self.x[rows], signs.astype(np.float32)
 
 
-def load(features: str, dimension: int) -> tuple[Pool, Pool, Pool, str]:
-    """Public, private and test parts, in the principal components of the public one."""
+def load(features: str, dimension: int, unseen: int) -> tuple[Pool, Pool, Pool, str]:
+    """Public, private and test parts, in the principal components of the public one.
+
+    Args:
+      features: path of a .npz file, as `_features.read` takes, or digits.
+      dimension: principal components to keep.
+      unseen: how many classes, the last ones, the public part has no image of.
+    """
     if features == "digits":
         data = datasets.load("digits", num_public=700)
         parts = [
@@ -49,21 +55,16 @@ def load(features: str, dimension: int) -> tuple[Pool, Pool, Pool, str]:
         ]
         source = data.source
     else:
-        path = pathlib.Path(features)
-        if not path.exists():
-            raise UsageError(f"there is no {path}; --features takes a .npz file, or digits")
-        with np.load(path) as found:
-            names = ("train", "train_labels", "test", "test_labels")
-            if missing := [name for name in names if name not in found]:
-                raise UsageError(f"--features {path} lacks the arrays {' '.join(missing)}")
-            x, y = found["train"], found["train_labels"]
-            half = len(x) // 2
-            parts = [(x[:half], y[:half]), (x[half:], y[half:])]
-            parts.append((found["test"], found["test_labels"]))
-        source = f"{path.name}, halved"
+        found = _features.read(pathlib.Path(features))
+        x, y, half = found.train, found.train_labels, len(found.train) // 2
+        parts = [(x[:half], y[:half]), (x[half:], y[half:]), (found.test, found.test_labels)]
+        source = f"{pathlib.Path(features).name}, halved"
     flat = [(x.reshape(len(x), -1).astype(np.float32), np.asarray(y)) for x, y in parts]
-    mean = flat[0][0].mean(0)
-    values, vectors = np.linalg.eigh(np.cov((flat[0][0] - mean).T))
+    x, y = flat[0]
+    seen = y < y.max() + 1 - unseen
+    flat[0] = x, y = x[seen], y[seen]
+    mean = x.mean(0)
+    values, vectors = np.linalg.eigh(np.cov((x - mean).T))
     keep = np.argsort(-values)[:dimension]
     scale = np.sqrt(values[keep].sum())  # mean squared norm 1
     pools = [Pool(((x - mean) @ vectors[:, keep] / scale).astype(np.float32), y) for x, y in flat]

@@ -40,6 +40,7 @@ RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 STEPS = (50, 200)
 SETTINGS = tuple((rate, steps) for rate in RATES for steps in STEPS)
 TRAINED_SIZE = 50  # records of a public task; other sizes differ in their noise only
+UNSEEN = 4  # classes of private tasks alone
 QUERIES = 32  # further examples of each public task, in the loss
 
 
@@ -58,7 +59,7 @@ class Args:
     tasks: int = 20
     """Private tasks; the summary has mean and standard deviation over them."""
     unseen: bool = False
-    """Keep four classes for private tasks alone."""
+    """Keep four classes for private tasks alone: no public image is of them."""
     dimension: int = 64
     """Principal components (of public features) that are kept."""
     steps: int = 3_000
@@ -216,9 +217,14 @@ def main(args: Args) -> dict[str, Any]:
         small: dict[str, Any] = {"steps": 20, "tasks": 3, "sizes": (50,), "epsilons": (4.0,)}
         args = dataclasses.replace(args, **small)
     check(args)
-    public, private, test, source = load(args.features, args.dimension)
-    classes = np.unique(public.y)
-    own, other = (classes[:-4], classes[-4:]) if args.unseen else (classes, classes)
+    public, private, test, source = load(
+        args.features, args.dimension, UNSEEN if args.unseen else 0
+    )
+    own = np.unique(public.y)
+    other = np.unique(private.y)[-UNSEEN:] if args.unseen else own
+    least = 2 + UNSEEN if args.unseen else 2
+    if (found := len(np.unique(private.y))) < least or len(own) < 2:
+        raise UsageError(f"--features must have {least} classes or more, but has {found}")
     most = min(public.largest(own), private.largest(other))
     if max(args.sizes) > most:
         raise UsageError(f"--sizes must be at most {most} for {source}, but got {args.sizes}")

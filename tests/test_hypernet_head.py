@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import hypernet_head, hypernet_regression
+from experiments._head_tasks import load
 from experiments._run import UsageError
 
 
@@ -53,7 +54,26 @@ def test_bad_options_are_named(change, match, tmp_path):
 def test_a_file_without_features_is_refused(tmp_path):
     np.savez(tmp_path / "other.npz", train=np.zeros((4, 2)))
     args = hypernet_head.Args(features=str(tmp_path / "other.npz"), out=tmp_path)
-    with pytest.raises(UsageError, match="lacks the arrays train_labels test test_labels"):
+    with pytest.raises(UsageError, match="must hold train, train_labels, test, test_labels"):
+        hypernet_head.main(args)
+
+
+def _file(path, classes):
+    generator = np.random.default_rng(0)
+    arrays = {name: generator.normal(size=(60, 3)).astype("f") for name in ("train", "test")}
+    arrays |= {f"{name}_labels": np.arange(60) % classes for name in ("train", "test")}
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def test_what_is_unseen_is_in_no_public_image(tmp_path):
+    file = _file(tmp_path / "features.npz", 6)
+    public, private, test, _ = load(file, 2, unseen=4)
+    assert set(public.y) == {0, 1} and set(private.y) == set(test.y) == set(range(6))
+    assert abs(public.x.mean(0)).max() < 1e-6  # centred by its own mean, which private ones are not
+    assert abs(private.x.mean(0)).max() > 1e-3
+    args = hypernet_head.Args(features=_file(tmp_path / "few.npz", 5), unseen=True, out=tmp_path)
+    with pytest.raises(UsageError, match="--features must have 6 classes or more, but has 5"):
         hypernet_head.main(args)
 
 
