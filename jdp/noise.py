@@ -92,6 +92,22 @@ def _std(noise_multiplier: Scalar, scale: Scalar, dtype: jnp.dtype) -> Array:
     return jnp.where(noise_multiplier == 0, 0, noise_multiplier * scale).astype(dtype)
 
 
+_GRID = 2.0**-10  # of the noise's standard deviation
+
+
+def _on_grid(noised: Array, std: Array) -> Array:
+    """Round to multiples of about a thousandth of the noise.
+
+    The last bits of a float32 sum tell what was added to the noise (Mironov 2012). What is this
+    coarse has thousands of float32 values in every cell, whatever was added.
+    """
+    dtype = jnp.finfo(noised.dtype)
+    power_of_two = jax.lax.reduce_precision(std, dtype.nexp, 0)
+    grid = jnp.maximum(power_of_two * _GRID, dtype.tiny).astype(noised.dtype)
+    cells = noised * (1 / grid)  # exact
+    return jnp.where(jnp.abs(cells) < 2.0**dtype.nmant, jnp.round(cells) * grid, noised)
+
+
 _TAGS = {"noise": 0x6E6F6973, "labels": 0x6C61626C, "sketch": 0x736B6574}
 _TAGS |= {"start": 0x73746172}
 
@@ -119,8 +135,9 @@ def add_noise(
     add-or-remove; under replace-one it is 2 (sqrt 2 for one-hot votes). What is returned is
     post-processing of the noised parts (Dwork et al. 2006; Balle and Wang 2018 for the exact
     curve). Use each key once. Noise is float32 (or wider), independent over leaves and parts, each
-    value the sum of two draws; its standard deviation includes the sum's rounding margin. The
-    guarantee is for real arithmetic up to that: a float32 release has finite resolution.
+    value the sum of two draws; its standard deviation includes the sum's rounding margin. What is
+    released are multiples of about a thousandth of the noise (a power of two), since finer bits
+    would tell the sum. The guarantee is for real arithmetic up to that.
 
     Args:
       key: one typed PRNG key, secret (`jdp.secure_key()`), never used before.
@@ -183,7 +200,9 @@ def add_noise(
         noised = _system.add(key, leaves, stds)
     else:
         draws = zip(leaves, _gaussian(key, leaves), stds, strict=True)
-        noised = [leaf + noise * std.astype(noise.dtype) for leaf, noise, std in draws]
+        noised = [
+            _on_grid(leaf + noise * std.astype(noise.dtype), std) for leaf, noise, std in draws
+        ]
     return clipped_sum.combine(jax.tree.unflatten(structure, noised))
 
 

@@ -34,7 +34,7 @@ def test_std_is_multiplier_times_scale(adjacency, factor):
 def test_replace_one_doubles_and_votes_take_root_two(key):
     once = jdp.add_noise(key, _zeros(4), 1.0)
     np.testing.assert_allclose(
-        jdp.add_noise(key, _zeros(4), 1.0, adjacency="replace-one"), 2 * once, rtol=1e-5
+        jdp.add_noise(key, _zeros(4), 1.0, adjacency="replace-one"), 2 * once, atol=2e-3
     )
 
     class Votes(jdp.ClippedSum):
@@ -42,7 +42,7 @@ def test_replace_one_doubles_and_votes_take_root_two(key):
 
     votes = Votes((jnp.zeros(4),), (1.0,))
     np.testing.assert_allclose(
-        jdp.add_noise(key, votes, 1.0, adjacency="replace-one"), 2**0.5 * once, rtol=1e-5
+        jdp.add_noise(key, votes, 1.0, adjacency="replace-one"), 2**0.5 * once, atol=2e-3
     )
 
 
@@ -103,12 +103,12 @@ def test_scaling_a_multiplier_keeps_its_adjacency(key):
 def test_rounding_margin_raises_the_noise(key):
     plain = jdp.add_noise(key, _zeros(4), 1.0)
     wide = jdp.ClippedSum((jnp.zeros(4),), (1.0,), rows=1000, rounding=0.01)
-    np.testing.assert_allclose(jdp.add_noise(key, wide, 1.0), 1.01 * plain, rtol=1e-5)
+    np.testing.assert_allclose(jdp.add_noise(key, wide, 1.0), 1.01 * plain, atol=1.1e-3)
 
 
 def test_noise_is_not_confined_to_the_values_of_one_draw():
     # A single float32 draw takes 2^23 values; where nobody contributed that would show.
-    draws = _mapped(lambda key: jdp.add_noise(key, _zeros(512), 1.0), 256).ravel()
+    draws = _mapped(lambda key: _normal.sum_of_two(key, 0, 512, jnp.dtype("float32")), 256).ravel()
     assert len(np.unique(draws.astype(np.float32))) > 0.98 * len(draws)
 
 

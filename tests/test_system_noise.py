@@ -140,22 +140,51 @@ def test_what_would_repeat_or_divide_it_is_refused(key, monkeypatch, tmp_path):
 # What SECURITY.md says of float32 ----------------------------------------------------------------
 
 
-def _fine(key, fill):
-    """How often a released value at noise 1 has finer bits than any sum of 1 and float32 noise."""
-    values = np.asarray(jdp.add_noise(key, _zeros(200_000, fill=fill), 1.0)[0], np.float64)
-    return np.mean(np.mod(values * 2**24, 1) != 0)
+def _released(key, fill, count=200_000):
+    return np.asarray(jdp.add_noise(key, _zeros(count, fill=fill), 1.0)[0], np.float64)
 
 
-def test_last_bits_of_float32_noise_tell_the_size_of_a_sum_and_those_of_the_system_do_not(key):
-    """A coordinate that is 1 larger with the record, where the noise is 1."""
-    for without, share in ((0.0, 0.257), (0.3, 0.139)):
-        assert _fine(jax.random.key(0), without) == pytest.approx(share, abs=0.005)
-        assert _fine(jax.random.key(0), without + 1) == 0
-        for fill in (without, without + 1):
-            assert _fine(key, fill) == 0
-            values = np.asarray(jdp.add_noise(key, _zeros(5_000, fill=fill), 1.0)[0])
-            assert len(np.unique(values * 2**20)) > 4_950  # the grid is no coarser than is said
-            np.testing.assert_array_equal(values * 2**20, np.round(values * 2**20))
+@pytest.mark.parametrize("key_kind, step", [("float32", 2**10), ("system", 2**20)])
+def test_what_is_released_has_no_last_bits(key_kind, step, key):
+    """Multiples of a public step, whatever the sum; without it, the bits tell the sum."""
+    key = key if key_kind == "system" else jax.random.key(0)
+    for fill in (0.0, 0.3, 1.0, 1.3):
+        values = _released(key, fill, 20_000) * step
+        np.testing.assert_array_equal(values, np.round(values))
+        assert len(np.unique(values)) > 4_000  # no coarser than is said
+
+
+@pytest.mark.parametrize("without, share", [(0.0, 0.257), (0.3, 0.139)])
+def test_float32_noise_that_is_not_rounded_tells_the_sum(without, share, monkeypatch):
+    """How often a value released without a record, that adds 1, is finer than any with it."""
+    monkeypatch.setattr(jdp.noise, "_on_grid", lambda noised, std: noised)
+
+    def finer(fill):
+        return np.mean(np.mod(_released(jax.random.key(0), fill) * 2**24, 1) != 0)
+
+    assert finer(without) == pytest.approx(share, abs=0.005)
+    assert finer(without + 1) == 0
+
+
+@pytest.mark.slow
+def test_every_cell_is_released_as_often_as_it_should_be():
+    """4e7 values in 6,145 cells: where the sum lies between the cells' edges is not to be seen."""
+    edges = (np.arange(-3 * 1024, 3 * 1024 + 2) - 0.5) / 1024
+    for fill in (0.0, 0.3, 1.0):
+        counts = np.zeros(len(edges) - 1)
+        for part in range(10):
+            counts += np.histogram(_released(jax.random.key(part), fill, 4_000_000), edges)[0]
+        expected = 4e7 * np.diff(scipy.stats.norm.cdf(edges, loc=fill))
+        chosen = expected > 100
+        chi = np.sum((counts - expected)[chosen] ** 2 / expected[chosen])
+        assert scipy.stats.chi2.sf(chi, chosen.sum() - 1) > 1e-4
+
+
+@pytest.mark.parametrize("std", [0.0, 1e-38, 1e-3, 1.0, 1.5, 1e20])
+def test_rounding_loses_less_than_a_thousandth_of_the_noise(std):
+    exact = np.array([0.0, 1e-30, 0.3, -1000.3, 1e30], np.float32)
+    rounded = np.asarray(jdp.noise._on_grid(jnp.asarray(exact), jnp.float32(std)))
+    assert np.abs(rounded - exact).max() <= 0.001 * std
 
 
 def test_released_values_lie_closer_than_the_noise():
