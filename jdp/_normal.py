@@ -35,20 +35,39 @@ def threefry(key: Key, upper: UInt32[Array, "*n"], lower: UInt32[Array, "*n"]) -
     return x, y
 
 
+# Of |z| / |1 - 2u| as a function of w = -log(4 u (1 - u)): polynomials in w - 2.5 up to w = 5, in
+# sqrt(w) - 3.5 above. Least squares at Chebyshev points, as in Giles (2010), but as far as 32 bits
+# reach; what they give differs from the quantile by 2e-6 at most.
+_NEAR = (2.12331309, 0.348802705, -0.00590571129, -0.00177306829)
+_NEAR += (0.000307181201, -6.19939125e-06, -4.4862858e-06, 4.84403299e-07)
+_FAR = (4.71708816, 1.42462767, 0.00466057764, -0.00286178731)
+_FAR += (0.00142998474, -0.00107571237, 0.000789450533, -0.000249070023)
+
+
 def _from_bits(bits: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
-    """Return the normal quantile of 23 of the bits, as `jax.random.normal` does."""
-    in_one_two = jax.lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32)
-    least = np.nextafter(np.float32(-1), np.float32(0))
-    uniform = jnp.maximum(least, (in_one_two - 1) * (1 - least) + least)
-    return np.float32(2**0.5) * jax.lax.erf_inv(uniform)
+    """Return the normal quantile of 32 bits: one is the sign, 31 are the probability of the tail.
+
+    So the tail is as fine as the centre, and reaches to 6.3. `jax.random.normal` takes 23 bits, of
+    which only 28 values are above 4.5.
+    """
+    of_tail = (bits >> 1).astype(jnp.int32).astype(jnp.float32)
+    u = (of_tail + np.float32(0.5)) * np.float32(2**-32)
+    w = -jnp.log(u * (4 - 4 * u))
+    far = w > 5
+    s = jnp.where(far, jnp.sqrt(jnp.maximum(w, 5)) - 3.5, w - 2.5)
+    ratio = jnp.zeros_like(s)
+    for near, beyond in zip(_NEAR[::-1], _FAR[::-1], strict=True):
+        ratio = ratio * s + jnp.where(far, np.float32(beyond), np.float32(near))
+    size = jax.lax.bitcast_convert_type((1 - 2 * u) * ratio, jnp.uint32)
+    return jax.lax.bitcast_convert_type(size | (bits << 31), jnp.float32)
 
 
 def sum_of_two(key: Key, stream: int, count: int, dtype: jnp.dtype) -> Float[Array, " count"]:
     """Return standard normal values, each the scaled sum of two independent draws.
 
-    One float32 draw has only 2^23 values, so a coordinate that nobody contributed to could be told
+    One float32 draw has only 2^32 values, so a coordinate that nobody contributed to could be told
     by its value being one of them. The two words of one threefry block make the two draws. Other
-    kinds of keys, and wider types, go through `jax.random.normal`.
+    kinds of keys have bits of their own, and wider types go through `jax.random.normal`.
 
     Args:
       key: one typed key.
@@ -56,9 +75,12 @@ def sum_of_two(key: Key, stream: int, count: int, dtype: jnp.dtype) -> Float[Arr
       count: how many.
       dtype: float32 or wider.
     """
-    if dtype != jnp.float32 or str(jax.random.key_impl(key)) != "threefry2x32":
+    if dtype != jnp.float32:
         one, two = jax.random.normal(jax.random.fold_in(key, stream), (2, count), dtype)
         return (one + two) * np.sqrt(0.5).astype(dtype)
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        one, two = _from_bits(jax.random.bits(jax.random.fold_in(key, stream), (2, count)))
+        return (one + two) * np.float32(0.5**0.5)
     chunks = []
     for chunk, start in enumerate(range(0, count, _PER_CHUNK)):
         lower = jnp.arange(min(count - start, _PER_CHUNK), dtype=jnp.uint32)

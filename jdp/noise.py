@@ -98,14 +98,16 @@ _GRID = 2.0**-10  # of the noise's standard deviation
 def _on_grid(noised: Array, std: Array) -> Array:
     """Round to multiples of about a thousandth of the noise.
 
-    The last bits of a float32 sum tell what was added to the noise (Mironov 2012). What is this
-    coarse has thousands of float32 values in every cell, whatever was added.
+    The last bits of a float32 sum tell what was added to the noise (Mironov 2012). A cell this
+    coarse holds thousands of float32 values where the sum is of the size of the noise, and 16 where
+    it is 1,000 times that; and up to 8 standard deviations from the sum every cell can be drawn.
     """
     dtype = jnp.finfo(noised.dtype)
     power_of_two = jax.lax.reduce_precision(std, dtype.nexp, 0)
     grid = jnp.maximum(power_of_two * _GRID, dtype.tiny).astype(noised.dtype)
     cells = noised * (1 / grid)  # exact
-    return jnp.where(jnp.abs(cells) < 2.0**dtype.nmant, jnp.round(cells) * grid, noised)
+    coarser = (std > 0) & (jnp.abs(cells) < 2.0**dtype.nmant)
+    return jnp.where(coarser, jnp.round(cells) * grid, noised)
 
 
 _TAGS = {"noise": 0x6E6F6973, "labels": 0x6C61626C, "sketch": 0x736B6574}
