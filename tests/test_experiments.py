@@ -370,6 +370,7 @@ def test_further_methods_run_by_name(tmp_path):
     assert re.search("Mechanism +pda-dpmd", text)
 
 
+@pytest.mark.slow
 def test_table_stands_beside_what_the_paper_prints(tmp_path, monkeypatch):
     monkeypatch.setitem(gep_table.PRINTED, "digits", {"class-means": {4: 12.3}})
     args = gep_table.Args(dataset="digits", methods=("class-means",), epsilons=(1.0, 4.0))

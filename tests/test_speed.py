@@ -26,6 +26,7 @@ def smoke(tmp_path_factory):
     return out, subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=quick)
 
 
+@pytest.mark.slow
 def test_smoke_times_every_part_and_ends_in_one_json_line(smoke):
     out, done = smoke
     assert done.returncode == 0, done.stderr
@@ -44,6 +45,7 @@ def test_smoke_times_every_part_and_ends_in_one_json_line(smoke):
     assert "| MLP 16-8-8-10; batch 8 | **" in text and "`python -m experiments.speed" in text
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_taken_up_and_another_configuration_refused(smoke, monkeypatch):
     out, done = smoke
     args = speed.Args(smoke=True, out=out)
