@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import logging
 import os
 import pathlib
 import random
@@ -302,6 +303,17 @@ def test_keys_are_on_disk_before_anything_is_charged_and_nobody_else_may_read_th
             next(run.chunks(2))
 
 
+def test_folders_of_checkpoints_are_closed_under_any_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        _train(tmp_path, keys=KEYS)
+    finally:
+        os.umask(before)
+    folder = tmp_path / "checkpoints"
+    folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
+
+
 def test_only_the_last_few_are_kept_and_notes_come_back(tmp_path):
     begin, step = PROGRAM
     with Ledger(tmp_path) as ledger:
@@ -399,6 +411,34 @@ def test_a_full_disk_leaves_checkpoints_and_ledger_intact(killed, whole):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     np.testing.assert_array_equal(_train(killed)[-1], whole[-1])
     assert _spent(killed) == PLAN.spent
+
+
+def test_a_full_disk_is_said_to_be_full(tmp_path, monkeypatch):
+    begin, step = PROGRAM
+    with Ledger(tmp_path) as ledger:
+        run = jdp.ResumableRun(ledger, PLAN, begin(KEYS), step, data="x", save_every=0)
+        text = f"RESOURCE_EXHAUSTED: Failed to write: {os.strerror(errno.ENOSPC)} [os_error_code]"
+
+        def full(*_, **__):
+            raise ValueError(text)
+
+        monkeypatch.setattr(run._store._manager, "save", full)
+        with pytest.raises(
+            OSError, match=r"cannot write .*/run: disk full\. Earlier.* make room, "
+        ):
+            for _ in run.chunks(2):
+                run.state = (*run.state[:2], run.state[2])
+
+
+def test_errors_of_orbax_are_logged_for_who_debugs_only():
+    error = (OSError, OSError(), None)
+    for path, info, shown in (
+        ("orbax/future.py", error, False),
+        ("orbax/future.py", None, True),
+        ("jdp/x.py", error, True),
+    ):
+        record = logging.LogRecord("absl", logging.ERROR, path, 1, "failed", (), info)
+        assert _run._is_no_traceback_of_orbax(record) == shown
 
 
 @pytest.mark.parametrize(
