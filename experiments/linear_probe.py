@@ -248,7 +248,8 @@ class Study:
                 results[run] = found
         plans = self.plans[stage]
         sampler = next(iter(plans.values())).sampler
-        assert all(plan.sampler == sampler for plan in plans.values())
+        if any(plan.sampler != sampler for plan in plans.values()):
+            raise ValueError(f"plans of {stage} have several samplers, but one program for all")
         with _run.progress(f"{stage} {method}", max(1, len(missing)) * args.steps) as advance:
             for run, piece, config in missing:
                 epsilon, setting, repeat = run

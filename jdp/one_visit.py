@@ -235,7 +235,7 @@ def plan_blocks(
     >>> p.steps, round(p.noise_multiplier, 2), p.spent.accountant
     (5, 7.03, 'exact')
     """
-    _check.delta(delta)
+    delta = _check.delta(delta)
     sampler = DisjointBlocks(num_examples, batch_size, threshold_rows, threshold_every, release)
     per_pass = sampler.steps_per_epoch
     steps = per_pass if steps is None else steps
