@@ -206,9 +206,11 @@ def test_records_of_two_widths_are_brought_to_one(name):
         grid = Grid(np.float64(0.05), 4)
         if isinstance(threshold, PrivateThreshold):
             threshold = dataclasses.replace(threshold, grid=grid)
-        run = lambda x, y, descent: fit(  # noqa: E731
-            jax.random.key(0), x, y, plan, threshold=threshold, descent=descent
-        ).weights
+
+        def run(x, y, descent):
+            options = {"threshold": threshold, "descent": descent}
+            return fit(jax.random.key(0), x, y, plan, **options).weights
+
         wide = [x.astype(np.float64), y.astype(np.float64)]
         expected = run(*wide, DESCENT)
         radius = Descent(2.0, 1.0, jnp.float64(9.0))
