@@ -24,7 +24,7 @@ from jdp.relu_regression import (
 
 STALL_SIZES, STALL_STEPS, STALL_DRAWS = (10_000, 100_000), 100, 12
 STALL_RUNS = 20  # at least
-STALL_GRID = tuple(itertools.product((1.25, 2.5, 5.0, 10.0, 20.0), (0.0125, 0.025, 0.05, 0.1, 0.2)))
+STALL_GRID = tuple(itertools.product((2.5, 5.0, 10.0, 20.0, 40.0), (0.025, 0.05, 0.1, 0.2, 0.4)))
 GRADIENTS: tuple[Gradient, ...] = ("true", "surrogate", "switch")
 
 
