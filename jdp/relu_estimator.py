@@ -37,7 +37,7 @@ def _numbers(name: str, value: Any, all_finite: Any = False) -> np.ndarray:
         dtypes = [value.dtype]
     for dtype in dtypes:
         if dtype.kind not in "biuf":
-            got = _check.Words(f"dtype {dtype}")
+            got = _check.Words(f"dtype {dtype.type.__name__}")  # no lengths, no categories
             error = ValueError if dtype.kind == "c" else TypeError  # as scikit-learn has it
             remedy = "Convert all of it to floats first. Complex data not supported."
             _check.fail(name, "of real numbers", got, remedy, error)
