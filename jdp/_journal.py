@@ -103,8 +103,8 @@ def _parse(text: bytes, path: pathlib.Path) -> tuple[list[dict[str, Any]], int]:
         whole = line.endswith(b"\n")
         entry = _entry(line if whole else line + b"\n", number)
         if entry is None and not whole:
-            text = f"line {number + 1} of {path} is torn, was never acted upon, and is dropped"
-            warnings.warn(text, stacklevel=4)
+            what = f"line {number + 1} of {path} is torn, was never acted upon, and is dropped"
+            warnings.warn(what, stacklevel=4)
             return entries, len(line)
         if entry is None:
             raise ValueError(
