@@ -74,6 +74,14 @@ BEFORE_DATA = [
     ("linear_probe", "--features torn.npz", "--features torn.npz must hold train, train_labels"),
     ("linear_probe", "--features empty.npz", "--features empty.npz must hold train, train_labels"),
     ("linear_probe", "--features other.npz", "--features other.npz must hold train, train_labels"),
+    ("linear_probe", "--features large.npz", "large.npz must hold features that are finite"),
+    ("linear_probe", "--features wrapped.npz", "train_labels that are negative, or 2**31 and more"),
+    (
+        "linear_probe",
+        "--features one-class.npz --methods gep --validation 10 --batch-size 9 --groups 1",
+        "labels must count 2 classes or more",
+        "but the largest is 0",
+    ),
     ("linear_probe", "--epsilons 0", "--epsilons must be at least 0.001, but got (0.0,)"),
     ("linear_probe", "--epsilons 1 nan", "--epsilons must be at least 0.001, but got (1.0, nan)"),
     ("linear_probe", "--methods svm", "--methods must be different ones of", "but got svm"),
@@ -165,6 +173,11 @@ def _write_wrong_files(folder):
     np.save(folder / "wide.npy", np.zeros((3, 9, 9)))
     np.save(folder / "nan.npy", np.full((3, 8, 8), np.nan))
     np.savez(folder / "other.npz", train=np.zeros((3, 2)))
+    x, y = np.ones((40, 2)), np.zeros(40, int)
+    features = {"train": x, "train_labels": y, "test": x, "test_labels": y}
+    np.savez(folder / "one-class.npz", **features)
+    np.savez(folder / "large.npz", **features | {"train": 1e300 * x})
+    np.savez(folder / "wrapped.npz", **features | {"train_labels": y + 2**32})
     whole = (folder / "other.npz").read_bytes()
     for name in ("torn.npz", "torn.npy", "torn/results.json"):
         (folder / name).write_bytes(whole[: len(whole) // 2])
