@@ -56,6 +56,9 @@ BEFORE_DATA = [
     ("gep_table", "--epsilons", "--epsilons must be one or more different values"),
     ("gep_table", "--methods", "--methods must be one or more different values"),
     ("gep_table", "--dataset cifar10", "cifar10 has no small version; use --full"),
+    ("gep_table", "--methods gep pda-dpmd", "pda-dpmd needs --num-public above 0"),
+    ("gep_table", "--methods adadps --num-public -1", "--num-public must be at least 0"),
+    ("gep", "--methods gep adadps --num-public 0", "adadps needs --num-public above 0; leave it"),
     ("gep_table", "--epsilons 0", "--epsilon must be above 0, but got 0.0"),
     ("gep_table", "--seeds 0", "--seeds must be above 0, but got 0"),
     ("gep_ablation", "--parts all", "--parts must be different ones of rank", "but got all"),
@@ -145,6 +148,9 @@ WITH_DATA = [
     ("gep", "--out torn", "results.json is not a results file", "move it away"),
     ("gep", "--out busy", "another process is at work in", "another --out"),
     ("gep", "--out unowned", "has a summary of another program, which gep would overwrite"),
+    ("gep_table", "--anchors none.npy", "there is no none.npy", "--anchors takes a path that"),
+    ("gep_table", "--anchors wide.npy", "--anchors must have shape (n, 8, 8, 1), but wide.npy has"),
+    ("gep_table", "--num-public 9999", "--num-public 9999 leaves no private image of 1,447"),
     ("pate", "--teachers 2000", "--teachers 2000 exceeds the 1,247 private images"),
     ("pate", "--threshold 10", "give --threshold and --answers together, or neither"),
     ("pate", "--threshold 99 --answers 3", "--threshold 99.0 exceeds the 60 teachers"),
@@ -164,7 +170,7 @@ WITH_DATA = [
 ]
 EXPERIMENTS = ("gep", "gep_ablation", "search_gep", "linear_probe", "relu_regression")
 EXPERIMENTS += ("hypernet_lora", "hypernet_regression", "audit", "speed", "gep_table", "pate")
-BATCH = {"gep": "digits", "pate": "digits", "search_gep": "digits"}
+BATCH = {"gep": "digits", "pate": "digits", "search_gep": "digits", "gep_table": "digits"}
 
 
 def _write_wrong_files(folder):
