@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import _options, _resume, _run, datasets, models
+from experiments import _options, _pate, _resume, _run, datasets, models
 from experiments._gep_args import Args, check
 from experiments._methods import (
     IN_SUBSPACE,
@@ -332,6 +332,8 @@ def report(args: Args, summary: dict[str, Any]) -> str:
         "Not paid for: a search for hyper-parameters on private data, publishing more than one of",
         "these models or runs, and whatever the public images say about the private ones.",
     ]
+    if "pate" in summary["methods"]:
+        lines.append(_pate.answers(summary["methods"]["pate"]["runs"]))
     for method, row in summary["methods"].items():
         lines += ["", f"== {method} ==", row["privacy"]]
     return "\n".join(lines) + "\n"

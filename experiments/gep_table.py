@@ -151,6 +151,7 @@ def main(args: Args) -> dict[str, Any]:
     name = args.dataset + ("-full" if args.full else "")
     folder = args.out or pathlib.Path("runs", "gep_table", name)
     methods: dict[str, Any] = {method: {"budgets": []} for method in args.methods}
+    public: dict[str, list[str]] = {method: [] for method in args.methods}
     in_one_run = tuple(method for method in args.methods if method != "pate")
     groups = [group for group in (in_one_run, ("pate",)) if set(group) & set(args.methods)]
     pairs = itertools.product(args.epsilons, groups)
@@ -174,7 +175,8 @@ def main(args: Args) -> dict[str, Any]:
             seconds = [run.get("seconds_per_step") for run in row["runs"]]
             cell |= {"seconds_per_step": seconds, "setting": row["setting"], "shared": same}
             methods[method]["budgets"].append(cell)
-            methods[method]["public_data"] = row["public_data"]
+            public[method].append(row["public_data"])
+            methods[method]["public_data"] = "; ".join(dict.fromkeys(public[method]))
     summary = {"experiment": "gep_table", "dataset": args.dataset}
     summary |= {"methods": methods, "provenance": _run.provenance()}
     _run.write_json(lock.path / "summary.json", summary)
