@@ -370,24 +370,6 @@ def test_further_methods_run_by_name(tmp_path):
     assert re.search("Mechanism +pda-dpmd", text)
 
 
-def test_table_takes_public_images_and_labels(tmp_path):
-    np.save(tmp_path / "own.npy", np.random.RandomState(0).randint(256, size=(30, 8, 8)))
-    args = gep_table.Args(dataset="digits", methods=("adadps", "pate"), epsilons=(8.0,), seed=0)
-    given = {"anchors": str(tmp_path / "own.npy"), "num_public": 100, "seeds": 1}
-    args = dataclasses.replace(args, out=tmp_path / "run", **given)
-    gep_table.main(args)
-    rows = json.loads((tmp_path / "run/summary.json").read_text())["methods"]
-    assert rows["adadps"]["public_data"] == "100 in-distribution, with labels"
-    assert "in-distribution, no labels" in rows["pate"]["public_data"]
-    shared = rows["adadps"]["budgets"][0]["shared"]
-    assert shared["anchors"].startswith("30 ") and "; 1,347 private, 100 public" in shared["data"]
-    own = gep_table.arguments(args, ("gep",), 8.0, tmp_path)
-    assert (own.anchors, own.num_anchors) == (given["anchors"], None)
-    np.save(tmp_path / "own.npy", np.zeros((30, 8, 8)))  # another file under the same path
-    with pytest.raises(UsageError, match="anchors_check was"):
-        gep_table.main(args)
-
-
 def test_table_stands_beside_what_the_paper_prints(tmp_path, monkeypatch):
     monkeypatch.setitem(gep_table.PRINTED, "digits", {"class-means": {4: 12.3}})
     args = gep_table.Args(dataset="digits", methods=("class-means",), epsilons=(1.0, 4.0))
@@ -410,3 +392,22 @@ def test_table_stands_beside_what_the_paper_prints(tmp_path, monkeypatch):
     assert (pate.queries, pate.anchors, pate.delta) == (600, "in-distribution", 1e-6)
     setting = gep.setting(own, "gep", 604_388, "resnet20")
     assert (setting.steps, setting.clip_norms, setting.groups) == (12_088, (10.0, 2.0), 5)
+
+
+@pytest.mark.slow
+def test_table_takes_public_images_and_labels(tmp_path):
+    np.save(tmp_path / "own.npy", np.random.RandomState(0).randint(256, size=(30, 8, 8)))
+    args = gep_table.Args(dataset="digits", methods=("adadps", "pate"), epsilons=(8.0,), seed=0)
+    given = {"anchors": str(tmp_path / "own.npy"), "num_public": 100, "seeds": 1}
+    args = dataclasses.replace(args, out=tmp_path / "run", **given)
+    gep_table.main(args)
+    rows = json.loads((tmp_path / "run/summary.json").read_text())["methods"]
+    assert rows["adadps"]["public_data"] == "100 in-distribution, with labels"
+    assert "in-distribution, no labels" in rows["pate"]["public_data"]
+    shared = rows["adadps"]["budgets"][0]["shared"]
+    assert shared["anchors"].startswith("30 ") and "; 1,347 private, 100 public" in shared["data"]
+    own = gep_table.arguments(args, ("gep",), 8.0, tmp_path)
+    assert (own.anchors, own.num_anchors) == (given["anchors"], None)
+    np.save(tmp_path / "own.npy", np.zeros((30, 8, 8)))  # another file under the same path
+    with pytest.raises(UsageError, match="anchors_check was"):
+        gep_table.main(args)
