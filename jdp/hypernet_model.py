@@ -181,13 +181,15 @@ class Hypernet:
     def mean_embedding(
         self, encoder: PyTree, records: PyTree, mask: Array | None = None
     ) -> Float[Array, " features"]:
-        """The mean over PUBLIC records, neither clipped nor noised."""
+        """The mean over PUBLIC records with finite embeddings, neither clipped nor noised."""
         embeddings = jax.vmap(lambda record: self._encode(encoder, record))(records)
         if mask is not None and jnp.shape(mask) != embeddings.shape[:1]:
             remedy = "It tells for each record whether it is one, or padding."
             _check.fail("mask", f"of shape {embeddings.shape[:1]}, like the records", mask, remedy)
-        where = None if mask is None else mask[:, None]
-        return jnp.mean(embeddings, axis=0, where=where, dtype=jnp.float32)
+        counted = jnp.isfinite(embeddings).all(axis=1)
+        counted = counted if mask is None else counted & mask
+        total = jnp.sum(embeddings, axis=0, where=counted[:, None], dtype=jnp.float32)
+        return total / jnp.maximum(jnp.sum(counted), 1)
 
 
 def _only_params(name: str, variables: Any) -> None:
