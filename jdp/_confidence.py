@@ -35,9 +35,10 @@ def lower_confidence(successes: Any, trials: Any, significance: float) -> Any:
 def _counted(successes: Any, trials: Any, significance: Any) -> np.ndarray:
     check_significance(significance)
     remedy = "Count draws, and how often the event happened among them."
+    expected = "an integer, or an array of them"
     for name, value in (("trials", trials), ("successes", successes)):
-        if not np.issubdtype(np.asarray(value).dtype, np.integer):
-            _check.fail(name, "an integer, or an array of them", value, remedy, TypeError)
+        if not np.issubdtype(array(name, value, expected).dtype, np.integer):
+            _check.fail(name, expected, value, remedy, TypeError)
     if not np.all((0 <= np.asarray(successes)) & (np.asarray(successes) <= trials)):
         _check.fail("successes", "from 0 to trials", successes, remedy)
     return np.asarray(successes)
@@ -49,11 +50,20 @@ def check_significance(value: float) -> None:
     _check.number("significance", value, above=0, below=1, remedy=remedy)
 
 
+def array(name: str, value: Any, expected: str) -> np.ndarray:
+    """The value as an array; rows of different lengths make none."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        _check.fail(name, expected, value, "Give every row the same length.", TypeError)
+        raise
+
+
 def floats(name: str, value: Any, ndim: int, at_least: int) -> np.ndarray:
     """The value as float64, if it is an array of numbers with enough rows."""
-    value = np.asarray(value)
-    numbers = np.issubdtype(value.dtype, np.floating) or np.issubdtype(value.dtype, np.integer)
     shape = "a vector" if ndim == 1 else "a matrix with one release a row"
+    value = array(name, value, f"{shape} of numbers")
+    numbers = np.issubdtype(value.dtype, np.floating) or np.issubdtype(value.dtype, np.integer)
     if not numbers:
         _check.fail(name, f"{shape} of numbers", value, "Convert it to floats.", TypeError)
     if value.ndim != ndim or len(value) < at_least:

@@ -90,14 +90,8 @@ def allocate_rank(
     >>> jdp.allocate_rank(1000, (432, 13_824, 50_688, 202_752, 650), 2000)
     (24, 140, 268, 536, 30)
     """
-    if not isinstance(group_sizes, Sequence) or not group_sizes:
-        _check.fail(
-            "group_sizes",
-            "a non-empty sequence of integers",
-            group_sizes,
-            "Give the number of parameters in each group.",
-            TypeError,
-        )
+    remedy = "Give the number of parameters in each group."
+    group_sizes = _check.sequence("group_sizes", group_sizes, "integers", remedy)
     sizes = [
         _check.integer("group_sizes", size, at_least=1, remedy="Give parameters per group.")
         for size in group_sizes

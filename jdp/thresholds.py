@@ -74,7 +74,7 @@ class FixedThreshold:
 
     def __post_init__(self):
         """Validate what is static."""
-        if _check.is_static_number(self.value):
+        if _check.is_static_number(self.value) or isinstance(self.value, str | bytes):
             remedy = "About the size of the label noise is best."
             _check.number("value", self.value, above=0, finite=False, remedy=remedy)
 

@@ -19,11 +19,12 @@ from calls import (
     GRADIENTS,
     KEY,
     MASK,
+    MISSING,
     PARAMS,
-    PRIVATE,
     RELEASES,
     SCORES,
     X,
+    call,
     clipped,
     loss,
     plan,
@@ -31,17 +32,6 @@ from calls import (
 
 import jdp
 from jdp import relu_regression
-
-# What takes nothing private is traced all the same where running it would take long.
-PURE = (
-    "hypernet.",
-    "power_iteration",
-    "public_data.",
-    "random_label",
-    "subspace.",
-    "relu_regression.f",
-)
-MISSING = object()  # the argument is left out
 
 INF, NAN = float("inf"), float("nan")
 T, V = TypeError, ValueError
@@ -272,13 +262,13 @@ ROWS = [
     ("checkpoints.discard", {"folder": None}, T, "`folder` must be a path"),
     ("checkpoints.discard", {"name": ".."}, V, '`name` must be letters, digits, and "-", "_" or'),
     ("ledger.check_name", {"run": ""}, V, '`run` must be letters, digits, and "-", "_" or "."'),
-    ("accounting.combine_noise_multipliers", {"zs": ()}, V, "`noise_multipliers` must be at"),
     (
         "accounting.combine_noise_multipliers",
-        {"zs": (1.0, -1.0)},
+        {"one": MISSING, "two": MISSING},
         V,
-        "`noise_multiplier` must be a",
+        "`noise_multipliers` must be at least one",
     ),
+    ("accounting.combine_noise_multipliers", {"two": -1.0}, V, "`noise_multiplier` must be a"),
     ("accounting.dp_sgd_event", {"steps": 2.5}, T, "`steps` must be an integer >= 0"),
     ("accounting.dp_sgd_event", {"sampling_rate": 0.0}, V, "`sampling_rate` must be a finite"),
     ("accounting.privacy_spent", {"event": "gaussian"}, V, "`event` must be one that 'pld'"),
@@ -620,25 +610,10 @@ def _id(row):
     return f"{row[0]} {', '.join(row[1])}"
 
 
-def _call(name, change):
-    """Make the call, its private arguments abstract: shapes and types, without values."""
-    function, arguments = CALLS[name]
-    arguments = {k: v for k, v in (arguments | change).items() if v is not MISSING}
-    private = {
-        key: value
-        for key, value in arguments.items()
-        if key in PRIVATE and all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value))
-    }
-    if not jax.tree.leaves(private) and not name.startswith(PURE):
-        return function(**arguments)
-    rest = {key: value for key, value in arguments.items() if key not in private}
-    return jax.eval_shape(lambda private: (function(**rest, **private), None)[1], private)
-
-
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "secure_key"])
 def test_the_call_itself_works(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    _call(name, {})
+    call(name, {})
 
 
 @pytest.mark.parametrize("row", ROWS, ids=_id)
@@ -646,7 +621,7 @@ def test_a_wrong_call_is_named_before_private_data_is_touched(row, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     name, change, error, words = row
     with pytest.raises(error) as raised:
-        _call(name, change)
+        call(name, change)
     assert type(raised.value) is error
     text = str(raised.value)
     assert words in text, text
