@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from experiments._methods import METHODS, OPTIONAL
+from experiments._methods import METHODS, OPTIONAL, WITH_LABELS
 from experiments._run import UsageError
 
 
@@ -121,6 +121,9 @@ def check(args: Args):
         raise UsageError(
             f"--methods must be different ones of {' '.join(METHODS + OPTIONAL)}, but got {got}"
         )
+    for method in args.methods if args.num_public == 0 else ():
+        if method in WITH_LABELS:
+            raise UsageError(f"{method} needs --num-public above 0; leave it out of --methods")
     if not 0 < args.delta < 1:
         raise UsageError(f"--delta must lie between 0 and 1, but got {args.delta}")
     available = jax.device_count()

@@ -151,6 +151,8 @@ def public_data(method: str, setting: Setting, anchors: str, labelled: int) -> s
         return f"{labelled} in-distribution, with labels"
     if method in IN_SUBSPACE and setting.subspace != "random-labels":
         return "none" if setting.subspace == "gaussian" else f"{anchors}, with labels"
+    if isinstance(setting, PateSetting) and setting.queries < int(anchors.split()[0]):
+        return f"{setting.queries} of {anchors}, no labels"
     return f"{anchors}, no labels"
 
 

@@ -21,7 +21,8 @@ Fit = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Any]
 def make_fit(setting: Any, model: Model) -> Fit:
     """Ordinary SGD, for teachers and student alike: `fit(key, images, labels, counts) -> params`.
 
-    `counts` says which examples count; all of the others are never drawn.
+    `counts` says which examples count; all of the others are never drawn. Where none counts, the
+    parameters stay as they were initialised.
     """
 
     def loss(params, images, labels):
@@ -45,10 +46,23 @@ def make_fit(setting: Any, model: Model) -> Fit:
             updates, state = transformation.update(gradient, state, params)
             return optax.apply_updates(params, updates), state
 
+        labels = jnp.maximum(labels, 0)  # -1 is no label: drawn only where there is none at all
         start = params, transformation.init(params)
-        return jax.lax.fori_loop(0, setting.steps, step, start)[0]
+        trained = jax.lax.fori_loop(0, setting.steps, step, start)[0]
+        taught = jnp.any(counts)
+        return jax.tree.map(lambda new, old: jnp.where(taught, new, old), trained, params)
 
     return fit
+
+
+def answers(runs: list[dict[str, Any]]) -> str:
+    """How many queries were answered in each run: as private as the labels."""
+    counts = [run["answered"] for run in runs]
+    text = f"pate: {', '.join(map(str, counts))} queries answered, run by run"
+    if 0 in counts:
+        text += ". Without any label the student\nstays as it was initialised: its accuracy is "
+        text += "chance. Lower --threshold or raise --epsilon; another run\nspends its own budget"
+    return text + "."
 
 
 def make_run(setting: Any, model: Model, data: Dataset, public: np.ndarray, plan: Any) -> Any:

@@ -84,11 +84,15 @@ def report(summary: dict[str, Any]) -> str:
         best = max(trial[-1] for trial in row["trials"])
         text = f"{_setting(row['setting'])}: {100 * best:.1f} (best of {len(row['trials'])})"
         lines.append(f"{row['method']:<14}{budget:<14}{text}")
+    if "unprotected_share_outside" in summary:
+        shares = summary["unprotected_share_outside"].items()
+        lines += [
+            "",
+            "NOT private, for diagnosis: share of the squared norm of private gradients at the "
+            "start\nthat lies outside of the subspace of public gradients, by rank:",
+            ", ".join(f"{r}: {v:.2f}" for r, v in shares),
+        ]
     lines += [
-        "",
-        "NOT private, for diagnosis: share of the squared norm of private gradients at the start",
-        "that lies outside of the subspace of public gradients, by rank:",
-        ", ".join(f"{r}: {v:.2f}" for r, v in summary["unprotected_share_outside"].items()),
         "",
         "Each budget is that of ONE run. Not paid for: the search for settings on private",
         "examples, and publishing more than one of these runs. What the network learned its",

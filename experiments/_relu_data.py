@@ -12,6 +12,7 @@ Tables are scaled by 1,000 rows that count as public and leave the private part.
 """
 
 import dataclasses
+import hashlib
 import lzma
 import pathlib
 
@@ -95,6 +96,8 @@ class Table:
       test_y: their labels.
       scale: one unit of y, in the table's own.
       source: where it came from, and how it was scaled.
+      digest: of the data as they were read (which are public), so that a run that is taken up again
+        knows them.
     """
 
     x: np.ndarray
@@ -105,6 +108,7 @@ class Table:
     test_y: np.ndarray
     scale: float
     source: str
+    digest: str
 
 
 def table(name: str, folder: pathlib.Path | None = None) -> Table | None:
@@ -130,6 +134,7 @@ def table(name: str, folder: pathlib.Path | None = None) -> Table | None:
             raise UsageError(
                 f"{path} is not the table {name}; bring it back, or leave it out of --tables"
             ) from error
+    digest = hashlib.sha256(np.ascontiguousarray(np.column_stack([x, y]))).hexdigest()
     order = np.random.RandomState(0).permutation(len(y))
     x, y = x[order], y[order]
     public = min(NUM_PUBLIC, len(y) // 10)
@@ -143,7 +148,7 @@ def table(name: str, folder: pathlib.Path | None = None) -> Table | None:
     source += f"{top:g}" + (", logarithms of counts" if path.suffix == ".npz" else "")
     private, test = slice(public, end), slice(end, None)
     parts = (z[private], y[private], z[:public], y[:public], z[test], y[test])
-    return Table(*parts, scale=float(top), source=source)
+    return Table(*parts, scale=float(top), source=source, digest=digest)
 
 
 def _npz(path: pathlib.Path):

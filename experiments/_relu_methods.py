@@ -1,4 +1,4 @@
-"""The methods that `experiments.relu_regression` compares, each with a grid of 30 settings.
+"""The methods that `experiments.relu_regression` compares, each with a grid of up to 30 settings.
 
 A setting is (learning rate, size, knob). Size is the number of steps or blocks; the knob is what
 else a method has to choose: the clip norm of residuals, the share of them that a private threshold
@@ -201,6 +201,9 @@ def _program(plan: TrainingPlan, threshold, gradient: Gradient, clipped: bool, m
     """The compiled run: key, data, R, noise multipliers, rates, radii, knobs -> weights.
 
     Weights are (columns, d), or (data sets, columns, d) for `many` data sets, each with its key.
+
+    For SYNTHETIC or public data only: columns share one key, so that all have the same noise. It
+    makes comparisons fair, and cancels in the differences of two columns, so nothing is private.
     """
 
     def one(key, data: Data, bound, z, rate, radius, knob):

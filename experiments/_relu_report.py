@@ -48,10 +48,12 @@ def by_cell(rows: list[dict[str, Any]]) -> dict[Any, dict[str, dict[float | None
 
 
 def _risk(summary) -> list[str]:
+    settings = _settings(summary)
     lines = [
         f"Excess risk: mean (standard error) over {summary['seeds']} data sets. Tuned for every",
-        f"number: 30 settings a method, on {summary['tuning_draws']} other data sets (half as many",
-        f"above {MANY:,} records). Methods share data and noise. Seconds of one processor:",
+        f"number: {settings}, on {summary['tuning_draws']} other data sets",
+        f"(half as many above {MANY:,} records). Methods share data and noise. Seconds of one",
+        "processor:",
         ", ".join(f"{m} {s:.0f}" for m, s in summary["seconds_of_processor"].items()),
     ]
     for (design, d, n), methods in by_cell(summary["risk"]).items():
@@ -65,23 +67,42 @@ def _risk(summary) -> list[str]:
     return lines + (["", "Refused: " + min(reasons)] if reasons else [])
 
 
+def _settings(summary) -> str:
+    """How many settings each method was tuned over."""
+    counts = summary["settings"]
+    most = max(counts.values())
+    fewer = ", ".join(f"{count} of {m}" for m, count in counts.items() if count != most)
+    return f"{most} settings a method" + (f" ({fewer})" if fewer else "")
+
+
 def _slopes(summary) -> list[str]:
     return [
         f"{s['design']}, d = {s['d']}, {s['method']}, epsilon {s['epsilon']:g}: where "
         f"{s['regime']} dominate{'s' if s['regime'] == 'privacy' else ''}, risk = "
         f"{np.exp(s['intercept']):.2g} N^{s['slope']:.2f} (standard error {s['standard_error']:.2f}"
-        f"; N = {', '.join(f'{n:,}' for n in s['sizes'])})"
+        f"; {_sizes(s['sizes'])})"
         for s in summary["slopes"]
     ]
+
+
+def _sizes(sizes: list[int]) -> str:
+    what = f"fit to {len(sizes)} sizes" if len(sizes) > 2 else "through 2 sizes, no fit"
+    return f"{what}: N = {', '.join(f'{n:,}' for n in sizes)}"
 
 
 def _paper(summary) -> list[str]:
     lines = [f"risk of w = 0: {summary['paper'][0]['at_zero']:.1e}"]
     for row in summary["paper"]:
-        name = f"{row['method']:<26} epsilon {row['epsilon']:<5g}"
+        name = f"{row['method']:<37} epsilon {row['epsilon']:<5g}"
         lines.append(f"{name} {_number(row):<20} noise multiplier {row['noise_multiplier']:.3g}")
-    reasons = {row["private_threshold"] for row in summary["paper"]} - {"accepted"}
-    return lines + (["private threshold of 32 rows: " + max(reasons)] if reasons else [])
+    for method in dict.fromkeys(row["method"] for row in summary["paper"]):
+        own = [row for row in summary["paper"] if row["method"] == method]
+        refused = [row for row in own if row["private_threshold"] != "accepted"]
+        if "mbglmtron" in method and refused:
+            at = ", ".join(f"{row['epsilon']:g}" for row in refused)
+            lines.append(f"{method}: a private threshold of 32 rows is refused at epsilon {at}:")
+            lines.append("  " + refused[0]["private_threshold"])
+    return lines
 
 
 def _tables(summary) -> list[str]:

@@ -55,15 +55,17 @@ def _stall(summary) -> list[str]:
         "dp_sgd_steps_to_half_the_risk": "DP-SGD from w = 0: steps to half the risk",
     }
     sizes = [
-        int(key.split("_n")[1]) for key in summary["stall"] if key.startswith("private_true_n")
+        int(key.split("_n")[-1]) for key in summary["stall"] if key.startswith("private_true_n")
     ]
     for n in sizes:
         for gradient in ("true", "surrogate", "switch"):
-            names[f"private_{gradient}_n{n}"] = f"private risk, {gradient} gradient, N = {n:,}"
+            what = f"{gradient} gradient, N = {n:,}"
+            names[f"private_{gradient}_n{n}"] = f"private risk, {what}: mean"
+            names[f"private_{gradient}_median_n{n}"] = f"private risk, {what}: median"
+            stuck = f"share of runs above ten times the surrogate's median, {what}"
+            names[f"share_of_{gradient}_runs_stuck_n{n}"] = stuck
         names[f"true_over_surrogate_n{n}"] = f"true over surrogate: ratio of means, N = {n:,}"
         names[f"true_over_surrogate_median_n{n}"] = f"ratio of medians, N = {n:,}"
-        stuck = f"share of true-gradient runs above ten times the surrogate's risk, N = {n:,}"
-        names[f"share_of_true_runs_stuck_n{n}"] = stuck
     rows = [
         [text, f"{summary['stall'][key]:.2g}"]
         for key, text in names.items()
@@ -159,19 +161,23 @@ def _pairs(rows: Rows, epsilons: list[float]) -> list[str]:
 
 
 def _slopes(summary) -> list[str]:
-    rows = summary["slopes"]
+    """Fits to three sizes or more; a line through two is none."""
+    rows = [row for row in summary["slopes"] if len(row["sizes"]) > 2]
     lines = []
     for method in dict.fromkeys(row["method"] for row in rows):
         line = [method]
         for regime in ("privacy", "statistics"):
-            found = sorted(
-                r["slope"] for r in rows if (r["method"], r["regime"]) == (method, regime)
-            )
-            middle = f"{np.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})" if found else "-"
-            line.append(middle)
+            found = [r for r in rows if (r["method"], r["regime"]) == (method, regime)]
+            found = sorted(found, key=lambda r: (r["d"], r["epsilon"]))
+            line.append("; ".join(map(_slope, found)) or "-")
         lines.append(line)
-    head = ["slope of log risk against log N: median (range) over cells", "privacy", "statistics"]
-    return _rows(head, lines)
+    head = ["slope of log risk against log N ± standard error (d, epsilon, number of sizes)"]
+    return _rows([*head, "privacy", "statistics"], lines)
+
+
+def _slope(row: dict[str, Any]) -> str:
+    error = f" ± {row['standard_error']:.2f}" if "standard_error" in row else ""
+    return f"{row['slope']:.2f}{error} ({row['d']}, {row['epsilon']:g}, {len(row['sizes'])})"
 
 
 def _paper(summary) -> list[str]:
@@ -180,6 +186,11 @@ def _paper(summary) -> list[str]:
         m: [r for r in rows if r["method"] == m] for m in dict.fromkeys(r["method"] for r in rows)
     }
     lines = [[m, *(_value(row) for row in own)] for m, own in by_method.items()]
+    for method, own in by_method.items():
+        if "mbglmtron" in method:
+            said = (row["private_threshold"] == "accepted" for row in own)
+            found = ["accepted" if accepted else "refused" for accepted in said]
+            lines.append([f"{method}: a private threshold of 32 rows instead", *found])
     lines.append(["w = 0", *(f"{rows[0]['at_zero']:.1e}" for _ in epsilons)])
     return _rows(_head("published settings, Gaussian, d = 10", epsilons), lines)
 

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import json
+import logging
 import os
 import pathlib
 import subprocess
@@ -111,11 +112,12 @@ class Folder:
             )
         try:
             pieces = read_json(self._file) if self._file.exists() else {}
-            assert isinstance(pieces, dict)
-        except (ValueError, AssertionError) as error:
+        except (ValueError, RecursionError):
+            pieces = None
+        if not isinstance(pieces, dict):
             raise UsageError(
                 f"{self._file} is not a results file; move it away or choose another --out"
-            ) from error
+            )
         self._pieces: dict[str, Any] = pieces
 
     def get(self, piece: str, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -193,7 +195,7 @@ def _owner(summary: pathlib.Path) -> str | None:
             name = {"pate": "gep", "gep_table": "gep"}.get(name, name)
             name = name if pathlib.Path(__file__).with_name(f"{name}.py").exists() else None
         return name
-    except (ValueError, TypeError, LookupError, AttributeError):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return "another program"
 
 
@@ -270,16 +272,24 @@ def command_line(args_type: type, main: Callable[[Any], dict[str, Any]]):
     module = sys.modules[main.__module__]
     words = [word for word in sys.argv[1:] if word != "--debug"]
     about = f"{module.__doc__}\nErrors are one line; with --debug they show where they happened."
+    if "--debug" not in sys.argv:
+        logging.getLogger("absl").addFilter(_is_no_traceback_of_orbax)
     try:
         args = tyro.cli(args_type, description=about, args=words)
     except BrokenPipeError:  # of --help, whose reader has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _stop_printing()
         raise SystemExit(0) from None
     try:
         if getattr(args, "smoke", False):
             _options.check_smoke(args, getattr(module, "SMOKE", {}), words)
-        result = main(args)
+        result = json.dumps(main(args))
+        with contextlib.suppress(BrokenPipeError):
+            print(result, flush=True)
+            return
+        _stop_printing()
     except (UsageError, ValueError, TypeError, OSError, ArithmeticError) as error:
+        if isinstance(error, BrokenPipeError):
+            _stop_printing()
         if "--debug" in sys.argv:
             raise
         text = str(error)
@@ -287,4 +297,12 @@ def command_line(args_type: type, main: Callable[[Any], dict[str, Any]]):
             text = f"{(text.splitlines() or [type(error).__name__])[0]} (--debug shows where)"
         print(f"error: {text}", file=sys.stderr)
         raise SystemExit(2) from None
-    print(json.dumps(result), flush=True)
+
+
+def _stop_printing():
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _is_no_traceback_of_orbax(record: logging.LogRecord) -> bool:
+    """Its threads log what they raise, and then it is raised for us."""
+    return not (record.exc_info and "orbax" in record.pathname)

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
+import zlib
 
 import numpy as np
 
@@ -195,6 +196,11 @@ def anchors(
     if num_images is not None and not 0 < num_images <= len(images):
         raise UsageError(f"--num-anchors must be from 1 to {len(images)}, but got {num_images}")
     return images[:num_images]
+
+
+def identity(name: str, images: np.ndarray) -> dict[str, int]:
+    """What tells the PUBLIC images of a user's file from others under its path."""
+    return {"anchors_check": zlib.crc32(images.tobytes())} if name.endswith(".npy") else {}
 
 
 Part = tuple[np.ndarray, np.ndarray]  # images with pixels 0..255, and labels

@@ -44,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import _options, _resume, _run, datasets, models
+from experiments import _options, _pate, _resume, _run, datasets, models
 from experiments._gep_args import Args, check
 from experiments._methods import (
     IN_SUBSPACE,
@@ -107,21 +107,16 @@ def main(args: Args) -> dict[str, Any]:
         methods = tuple(method for method in METHODS if public or method != "public-only")
         args = dataclasses.replace(args, methods=methods)
     check(args)
-    name = args.model or MODELS.get(args.dataset, "resnet20")
+    name = network(args)
     model = models.build(name, datasets.shape(args.dataset), 10, args.activation)
-    data = datasets.load(args.dataset, args.data_dir, args.max_examples, args.num_public)
-    anchors = datasets.anchors(args.anchors, data, args.num_anchors, args.data_dir)
-    if args.validation:
-        data = data.validation(args.validation)
+    data, anchors, chosen = prepare(args, name)
     size = len(data.train_labels)
-    chosen = {method: setting(args, method, size, name) for method in args.methods}
-    check_settings(args, chosen, name, data, len(anchors))
-
     ending = "-smoke" if args.smoke else "-validation" if args.validation else ""
     default = pathlib.Path("runs", "gep", f"{args.dataset}-eps{args.epsilon:g}{ending}")
     folder = _run.Folder(args.out or default, "gep")
     shared = {key: getattr(args, key) for key in ("epsilon", "delta", "seed", "activation")}
     shared |= {"data": data.source, "model": name, "anchors": f"{len(anchors)} {args.anchors}"}
+    shared |= datasets.identity(args.anchors, anchors)
     pieces = {
         (method, repeat): (f"{method}/{repeat}", shared | dataclasses.asdict(chosen[method]))
         for method in args.methods
@@ -199,6 +194,23 @@ def main(args: Args) -> dict[str, Any]:
     long = ("setting", "privacy", "runs")
     brief = {m: {k: v for k, v in row.items() if k not in long} for m, row in rows.items()}
     return {key: summary[key] for key in ("dataset", "epsilon", "delta")} | {"methods": brief}
+
+
+def network(args: Args) -> str:
+    """The name of the network that is trained."""
+    return args.model or MODELS.get(args.dataset, "resnet20")
+
+
+def prepare(args: Args, model: str) -> tuple[datasets.Dataset, np.ndarray, dict[str, Setting]]:
+    """The data, the anchors, and the setting of every method, if they belong together."""
+    data = datasets.load(args.dataset, args.data_dir, args.max_examples, args.num_public)
+    anchors = datasets.anchors(args.anchors, data, args.num_anchors, args.data_dir)
+    if args.validation:
+        data = data.validation(args.validation)
+    size = len(data.train_labels)
+    chosen = {method: setting(args, method, size, model) for method in args.methods}
+    check_settings(args, chosen, model, data, len(anchors))
+    return data, anchors, chosen
 
 
 def check_settings(
@@ -320,6 +332,8 @@ def report(args: Args, summary: dict[str, Any]) -> str:
         "Not paid for: a search for hyper-parameters on private data, publishing more than one of",
         "these models or runs, and whatever the public images say about the private ones.",
     ]
+    if "pate" in summary["methods"]:
+        lines.append(_pate.answers(summary["methods"]["pate"]["runs"]))
     for method, row in summary["methods"].items():
         lines += ["", f"== {method} ==", row["privacy"]]
     return "\n".join(lines) + "\n"

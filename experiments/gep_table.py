@@ -3,7 +3,8 @@
 The paper's Table 1 has MNIST, SVHN and CIFAR-10 at epsilon 2, 5 and 8, natural images as public
 data, and settings that it does not tune. By default this runs a part of each data set that 2 cores
 can do, with networks and settings below, fixed beforehand and the same for all budgets; `--full`
-runs the paper's size and settings with `python -m experiments.gep`'s defaults (use a GPU).
+runs the paper's size and settings with `python -m experiments.gep`'s defaults (use a GPU). Methods
+that read labels of public images (adadps, pda-dpmd, public-only) need `--num-public`.
 
 Results go to a folder, one for each budget, and summary.json with the table; a run that was
 interrupted is taken up where it stopped. The last line on standard output is one JSON object.
@@ -11,6 +12,7 @@ interrupted is taken up where it stopped. The last line on standard output is on
   python -m experiments.gep_table                          MNIST, 10,000 private images
   python -m experiments.gep_table --dataset svhn_cropped   8,000 private images
   python -m experiments.gep_table --dataset mnist --full   60,000 images, 50 epochs
+  python -m experiments.gep_table --methods gep adadps --num-public 1000
 """
 
 import dataclasses
@@ -87,6 +89,12 @@ class Args:
     """Number of runs of each method under each budget."""
     seed: int | None = None
     """Make the run reproducible; it is then NOT private against whoever knows the seed."""
+    anchors: str | None = None
+    """Public images for the subspace, all of them, as in experiments.gep (PATH.npy, for one); by
+    default tiny-imagenet. Not for pate, whose student has 1,000 images of the same kind."""
+    num_public: int | None = None
+    """How many training images become public, with labels, for all methods but pate; by default
+    none (with digits: 200)."""
     full: bool = False
     """The paper's size and settings."""
     data_dir: pathlib.Path | None = None
@@ -104,11 +112,16 @@ def arguments(
         epochs = EPOCHS.get(epsilon, 50) / (10 if svhn else 1)
         chosen: dict[str, Any] = {"epochs": epochs, "delta": 1e-6 if svhn else 1e-5}
         chosen |= NATURAL | {"refresh_every": 1}
+        chosen |= {"rank": 2_000} if args.dataset == "cifar10" else {}
     elif args.dataset in SMALL:
         chosen = SMALL[args.dataset]
     else:
         raise UsageError(f"{args.dataset} has no small version; use --full, or experiments.gep")
     ending = ""
+    if args.anchors is not None:
+        chosen = chosen | {"anchors": args.anchors, "num_anchors": None}
+    if args.num_public is not None:
+        chosen = chosen | {"num_public": args.num_public}
     if not args.full and args.dataset in RATES:
         rates = RATES[args.dataset]
         chosen = chosen | {"learning_rate": tuple(rates.get(method, 0.1) for method in methods)}
@@ -138,12 +151,15 @@ def main(args: Args) -> dict[str, Any]:
     name = args.dataset + ("-full" if args.full else "")
     folder = args.out or pathlib.Path("runs", "gep_table", name)
     methods: dict[str, Any] = {method: {"budgets": []} for method in args.methods}
+    public: dict[str, list[str]] = {method: [] for method in args.methods}
     in_one_run = tuple(method for method in args.methods if method != "pate")
     groups = [group for group in (in_one_run, ("pate",)) if set(group) & set(args.methods)]
     pairs = itertools.product(args.epsilons, groups)
     wanted = [(epsilon, arguments(args, group, epsilon, folder)) for epsilon, group in pairs]
     for _, own in wanted:
         gep.check(own)
+    for _, own in wanted:  # refuses the last budget before work on the first
+        gep.prepare(own, gep.network(own))
     lock = _run.Folder(folder, "gep_table")
     for epsilon, own in wanted:
         gep.main(own)
@@ -159,7 +175,8 @@ def main(args: Args) -> dict[str, Any]:
             seconds = [run.get("seconds_per_step") for run in row["runs"]]
             cell |= {"seconds_per_step": seconds, "setting": row["setting"], "shared": same}
             methods[method]["budgets"].append(cell)
-            methods[method]["public_data"] = row["public_data"]
+            public[method].append(row["public_data"])
+            methods[method]["public_data"] = "; ".join(dict.fromkeys(public[method]))
     summary = {"experiment": "gep_table", "dataset": args.dataset}
     summary |= {"methods": methods, "provenance": _run.provenance()}
     _run.write_json(lock.path / "summary.json", summary)

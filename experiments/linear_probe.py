@@ -73,6 +73,9 @@ class Args:
     """Parameter groups of methods with a subspace: blocks of classes, each with its own."""
     validation: int = 5_000
     """Private examples that are held out to choose settings."""
+    unprotected_share_outside: bool = False
+    """Also publish how much of private gradients lies outside of the public subspace. It reads
+    private gradients without noise: the privacy statement does not cover that number."""
     data_dir: pathlib.Path | None = None
     """Folder of prepared data sets, as tensorflow-datasets lays them out."""
     out: pathlib.Path | None = None
@@ -106,7 +109,10 @@ def main(args: Args) -> dict[str, Any]:
         "seeds": args.seeds,
         "methods_know": {method: METHODS[method] for method in args.methods},
         "rows": rows,
-        "unprotected_share_outside": study.share_outside(),
+    }
+    if args.unprotected_share_outside:
+        summary["unprotected_share_outside"] = study.unprotected_share_outside()
+    summary |= {
         "privacy": {f"{epsilon:g}": study.statement(epsilon) for epsilon in args.epsilons},
         "provenance": _run.provenance(),
     }
@@ -135,6 +141,11 @@ def check_data(args: Args, features: Features):
     if args.validation + args.batch_size > size:
         got = f"--validation {args.validation} and --batch-size {args.batch_size}"
         raise UsageError(f"{got} exceed the {size:,} private examples together")
+    if not 2 <= features.num_classes <= size:
+        raise UsageError(
+            f"labels must count 2 classes or more, and at most as many as the {size:,} private "
+            f"examples, but the largest is {features.num_classes - 1}; number classes from 0"
+        )
     if args.groups > features.num_classes:
         raise UsageError(f"--groups {args.groups} exceeds the {features.num_classes} classes")
     if args.num_public >= tests:
@@ -152,7 +163,9 @@ def split(features: Features, num_public: int, validation: int) -> Data:
 
     def scaled(x: np.ndarray) -> np.ndarray:
         x = np.concatenate([x, np.ones((len(x), 1), np.float32)], axis=1)
-        return x / np.linalg.norm(x, axis=1, keepdims=True)
+        # In float64: squares of what float32 holds may be more than it holds.
+        norms = np.sqrt(np.einsum("ij,ij->i", x, x, dtype=np.float64))[:, None]
+        return np.divide(x, norms, out=x, casting="same_kind")
 
     order = np.random.RandomState(0).permutation(len(features.test))
     public, rest = order[:num_public], order[num_public:]
@@ -180,6 +193,7 @@ class Study:
         self.shared |= {name: getattr(args, name) for name in names}
         if args.features is not None:  # a name and sizes do not tell one file from another
             self.shared["file"] = str(args.features.resolve())
+            self.shared["public_digest"] = _features.public_digest(features)
         self.data, self.plans = {}, {}
         for stage, held in (("tune", args.validation), ("final", 0)):
             self.data[stage] = split(features, args.num_public, held)
@@ -248,7 +262,8 @@ class Study:
                 results[run] = found
         plans = self.plans[stage]
         sampler = next(iter(plans.values())).sampler
-        assert all(plan.sampler == sampler for plan in plans.values())
+        if any(plan.sampler != sampler for plan in plans.values()):
+            raise ValueError(f"plans of {stage} have several samplers, but one program for all")
         with _run.progress(f"{stage} {method}", max(1, len(missing)) * args.steps) as advance:
             for run, piece, config in missing:
                 epsilon, setting, repeat = run
@@ -264,16 +279,16 @@ class Study:
                 results[run] = self.folder.put(piece, config, result)
         return results
 
-    def share_outside(self) -> dict[str, float]:
-        """By rank, how much of the private gradients lies outside of the public subspace."""
+    def unprotected_share_outside(self) -> dict[str, float]:
+        """By rank, how much of private gradients is outside of the public subspace: NOT private."""
         ranks = {s.rank for method in METHODS for s in grid(method, self.classes) if s.rank}
         config = self.shared | {"ranks": sorted(ranks)}
-        found = self.folder.get("share outside", config)
+        found = self.folder.get("unprotected share outside", config)
         if found is None:
             data, rest = self.data["tune"], (self.classes, self.args.groups)
             measure = _probe_methods.unprotected_share_outside
             found = {str(rank): measure(data, rank, *rest) for rank in sorted(ranks)}
-            found = self.folder.put("share outside", config, found)
+            found = self.folder.put("unprotected share outside", config, found)
         return found
 
     def statement(self, epsilon: float) -> str:

@@ -21,6 +21,7 @@ up where it stopped. The last line on standard output is the summary as one JSON
 import dataclasses
 import pathlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ import numpy as np
 from experiments import _options, _relu_data, _run
 from experiments._relu_data import DESIGNS, TABLES, draw, excess_risk
 from experiments._relu_methods import METHODS, NUM_PUBLIC, Data, refused, run
-from experiments._relu_parts import paper, slopes, stall
+from experiments._relu_parts import STALL_SIZES, paper, slopes, stall
 from experiments._relu_report import MANY, draw_pictures, report
 from experiments._run import UsageError
 
@@ -87,6 +88,7 @@ def main(args: Args) -> dict[str, Any]:
         args = _options.smaller(args, SMOKE)
     check(args)
     loaded = real_tables(args) if "tables" in args.parts else {}
+    check_delta(args, {name: len(table.y) for name, table in loaded.items()})
     default = pathlib.Path("runs", "relu_regression")
     folder = _run.Folder(args.out or default, "relu_regression")
     summary: dict[str, Any] = {
@@ -94,6 +96,7 @@ def main(args: Args) -> dict[str, Any]:
         "delta": args.delta,
         "seeds": args.seeds,
         "tuning_draws": args.tuning_draws,
+        "settings": {method: len(METHODS[method].grid()) for method in args.methods},
     }
     if "stall" in args.parts:
         summary["stall"] = stall(folder, args.seeds, args.seed, args.delta)
@@ -128,9 +131,21 @@ def check(args: Args):
     least = {"dimensions": 1, "sizes": 100, "seeds": 1, "tuning_draws": 1, "paper_size": 100}
     _options.check_least(args, least | {"most_single": 0, "epsilons": 1e-3})
     _options.check_seed(args.seed)
-    if not 0 < args.delta <= 1 / max(args.sizes):
-        bound = f"above 0 and at most 1 / {max(args.sizes):,} records"
-        raise UsageError(f"--delta must be {bound}, but got {args.delta}")
+    for name in ("epsilons", "sizes", "dimensions"):
+        values = getattr(args, name)
+        if len(set(values)) < len(values):
+            raise UsageError(f"{_options.option(name)} must be different numbers, but got {values}")
+    sizes = {"stall": STALL_SIZES, "risk": args.sizes, "paper": (args.paper_size,)}
+    check_delta(args, {part: max(sizes[part]) for part in args.parts if part in sizes})
+
+
+def check_delta(args: Args, records: Mapping[str, int]):
+    """Refuse a delta that is too large for one of these numbers of records, or no probability."""
+    _options.check_delta(args.delta)
+    for where, n in records.items():
+        if args.delta > 1 / n:
+            bound = f"at most 1 / {n:,} records (of {where})"
+            raise UsageError(f"--delta must be {bound}, but got {args.delta}")
 
 
 def data_sets(design: str, n: int, d: int, count: int, key) -> tuple[list[Data], np.ndarray]:
@@ -274,7 +289,8 @@ def real(args: Args, folder: _run.Folder, loaded: dict[str, Any]) -> list[dict[s
             table = loaded[name]
             assert table is not None
             epsilons = args.epsilons if METHODS[method].private else (None,)
-            config = {"table": table.source, "method": method, "epsilons": epsilons}
+            config = {"table": table.source, "digest": table.digest, "method": method}
+            config |= {"epsilons": epsilons}
             config |= {"delta": args.delta, "seeds": args.seeds, "seed": args.seed}
             config |= {"tuning_draws": args.tuning_draws, "grid": METHODS[method].grid()}
             piece = f"table/{name}/{method}"

@@ -133,6 +133,7 @@ def main(args: Args) -> dict[str, Any]:
         own = setting(method, trial)
         config = {"epsilon": args.epsilon, "delta": args.delta, "data": data.source}
         config |= {"validation": [args.validation, part], "anchors": args.anchors}
+        config |= datasets.identity(args.anchors, anchors)
         config |= {"seed": args.seed} | dataclasses.asdict(own)
         piece = f"{method}/{trial}/{part}"
         result = folder.get(piece, config)

@@ -31,7 +31,10 @@ def _show(value: Any) -> str:
         return str(value)
     if isinstance(value, dict | list | tuple):
         value = _without_values(value)
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        text = "an integer of thousands of digits"
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 
@@ -187,9 +190,18 @@ def path(name: str, value: Any) -> pathlib.Path:
 
     Raises:
       TypeError: it is not.
+      ValueError: no file system could have it.
     """
-    if not isinstance(value, str | os.PathLike) or value == "":
-        fail(name, "a path", value, "Pass a string or a pathlib.Path.", TypeError)
+    remedy = "Pass a string or a pathlib.Path."
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or text == "":
+        fail(name, "a path", value, remedy, TypeError)
+    try:
+        possible = b"\0" not in os.fsencode(str(text))
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        fail(name, "a path of characters that a file's name can have", value, remedy)
     return pathlib.Path(value)
 
 
@@ -313,15 +325,12 @@ def clip_norm(name: str, value: Any) -> Any:
 
 
 def delta(value: Any) -> float:
-    """Return delta: a number in (0, 1)."""
-    return number(
-        "delta",
-        value,
-        above=0,
-        below=1,
-        remedy="It is the probability of a privacy failure; use less than 1 / num_examples, "
-        "for example 1e-5.",
+    """Return delta as a float: a number in (0, 1)."""
+    remedy = (
+        "It is the probability of a privacy failure; use less than 1 / num_examples, for example "
+        "1e-5."
     )
+    return float(number("delta", value, above=0, below=1, remedy=remedy))
 
 
 def typed_key(name: str, value: Any) -> Any:

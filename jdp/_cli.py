@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import pathlib
 import sys
 from typing import get_args
@@ -37,13 +38,30 @@ def main(argv: list[str] | None = None) -> int:
     exact: exact curve of the Gaussian mechanism (Balle and Wang 2018)
     0
     """
-    args = _parser().parse_args(argv)
     try:
-        print(args.run(args))
+        args = _parser().parse_args(argv)
+    except SystemExit as end:
+        raise SystemExit(end.code or _print("")) from None  # of help, which may lie in a buffer
+    try:
+        text = args.run(args)
     except (ValueError, TypeError, OSError, ArithmeticError) as error:
         if args.debug:
             raise
         print(f"jdp {args.command}: {error}", file=sys.stderr)
+        return 2
+    return _print(f"{text}\n")
+
+
+def _print(text: str) -> int:
+    """Print to a standard output that may be gone; returns the exit status."""
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 0  # whoever reads has read enough
+        remedy = "Send standard output elsewhere."
+        print(f"jdp: cannot print the result: {error.strerror}. {remedy}", file=sys.stderr)
         return 2
     return 0
 
@@ -157,12 +175,16 @@ def _report(args: argparse.Namespace) -> str:
             )
         raise FileNotFoundError(f"no {path.name} in {args.run_dir}. {remedy}")
     try:
-        return path.read_text(encoding="utf-8").rstrip("\n")
-    except UnicodeDecodeError:
+        text = path.read_text(encoding="utf-8").rstrip("\n")
+        if args.json and not isinstance(json.loads(text), dict):
+            raise ValueError("no object")
+    except (ValueError, RecursionError):
+        kind = "a JSON object" if args.json else "UTF-8 text"
         raise ValueError(
-            f"{path} is not UTF-8 text, so no run of jdp wrote it. Pass the folder that a finished "
-            "run was told to write with --out."
+            f"{path} is not {kind}, so no run of jdp wrote it. Pass the folder that a finished run "
+            "was told to write with --out."
         ) from None
+    return text
 
 
 if __name__ == "__main__":

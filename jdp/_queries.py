@@ -8,10 +8,12 @@ import os
 import pathlib
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jdp import _check
 from jdp._typing import PyTree
@@ -27,6 +29,7 @@ _SETTINGS = (
     "threefry_partitionable",
 )
 _SETTINGS += ("disable_most_optimizations", "disable_jit")
+_KEY_CONSTANT = re.compile(r"\{ *lambda [^;{]*:key<")  # before the ";" come constants
 _NOT_QUERIES = ("event", "spent", "target_epsilon")  # of a plan: what it costs, not what it asks
 
 
@@ -40,8 +43,9 @@ def describe(
     """Name everything that determines the queries; `jdp.ResumableRun` says what the arguments are.
 
     The program is described by a hash of its jaxpr: every operation, shape and number of loss,
-    model, clipper and optimizer. The contents of arrays that it closes over are no part of that
-    text, for they may be private.
+    model, clipper and optimizer, and the value of each scalar that it closes over. The contents of
+    larger arrays are no part of that text, for they may be private; nor is what a host callback
+    does, which JAX does not see.
     """
     remedy = 'Its public name and version, as "MNIST, tensorflow-datasets 3.0.1".'
     if not isinstance(data, str) or not data:
@@ -57,10 +61,48 @@ def describe(
 
 
 def program_text(program: Program, state: PyTree) -> str:
-    """The jaxpr of one step, as text that is the same in every process."""
-    if not isinstance(program, str):
-        program = str(jax.make_jaxpr(program)(0, state))
-    return re.sub(r" at 0x[0-9a-f]+", "", program)
+    """The jaxpr of one step, as text that is the same in every process.
+
+    Raises:
+      ValueError: it has a key that is no part of the state: a resumed run would have another one.
+    """
+    if isinstance(program, str):
+        text, outside = program, _KEY_CONSTANT.search(program) is not None
+    else:
+        jaxpr = jax.make_jaxpr(program)(0, state)
+        constants = list(_constants(jaxpr, set()))
+        text = "\n".join([str(jaxpr), *map(_scalar, constants)])
+        outside = any(_is_key(constant) for constant in constants)
+    if outside:
+        remedy = "Put it into the state: a resumed run has no other keys than those of the state."
+        got = _check.Words("one that closes over a key")
+        _check.fail("program", "a step whose keys are all in its state", got, remedy)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def _constants(jaxpr: Any, seen: set[int]) -> Iterator[Any]:
+    """What a jaxpr and all jaxprs within it close over."""
+    if id(jaxpr) in seen:
+        return
+    seen.add(id(jaxpr))
+    yield from getattr(jaxpr, "consts", ())
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(part, "eqns"):
+                    yield from _constants(part, seen)
+
+
+def _is_key(constant: Any) -> bool:
+    return jnp.issubdtype(getattr(constant, "dtype", np.int32), jax.dtypes.prng_key)
+
+
+def _scalar(constant: Any) -> str:
+    """The value of a constant that is one number; of any other one the text has the shape."""
+    if not isinstance(constant, jax.Array | np.ndarray) or constant.shape or _is_key(constant):
+        return ""
+    value = np.asarray(constant)
+    return f"{value.dtype} {value.tobytes().hex()}"
 
 
 def _machine() -> dict[str, str]:

@@ -1,14 +1,16 @@
 """Checkpoints on disk, by Orbax: written in the background, atomically, the last few kept.
 
-They hold secret keys: files have mode 0600, in folders of mode 0700.
+They hold secret keys, and lie in folders of mode 0700.
 """
 
 import contextlib
-import copy
+import errno
+import json
 import os
 import pathlib
 import shutil
 import warnings
+import zlib
 from typing import Any
 
 import jax
@@ -38,6 +40,7 @@ class Store:
         self.folder = folder.absolute()
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.parent.chmod(0o700)
             _restrict(self.folder)
             self._manager = ocp.CheckpointManager(
                 self.folder,
@@ -61,7 +64,8 @@ class Store:
             names.append([jax.tree_util.keystr(path), list(host.shape), str(_dtype(leaf))])
             if host.size:
                 leaves[str(len(names) - 1)] = host
-        about = copy.deepcopy(about | {"leaves": names})  # the caller may go on with its notes
+        about = _plain(about | {"leaves": names})  # a copy: the caller may go on with its notes
+        about["check"] = _check_sum(about)
         args = self._ocp.args
         with self._writing():
             self._manager.save(
@@ -90,7 +94,8 @@ class Store:
             try:
                 found = self._manager.restore(number, args=both)
                 about, leaves = found["about"], found["state"]
-                assert {"step", "leaves"} <= about.keys()
+                if about.pop("check", None) != _check_sum(about):
+                    raise ValueError("what it says of itself fails its check sum")
                 return about, leaves
             except Exception as error:  # Orbax and tensorstore have errors of many kinds
                 reason = reason or error
@@ -112,7 +117,8 @@ class Store:
 
     def delete(self) -> None:
         """Delete all checkpoints, and with them the keys."""
-        self.close()
+        with contextlib.suppress(OSError):  # of what is deleted next
+            self.close()
         delete(self.folder)
 
     @contextlib.contextmanager
@@ -120,17 +126,42 @@ class Store:
         try:
             yield
         except Exception as error:
+            full = any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
             raise OSError(
-                f"cannot write a checkpoint to {self.folder}: {_first_line(error)}. Earlier ones "
-                "and the ledger are intact: make room, or change permissions, and resume"
+                f"cannot write a checkpoint to {self.folder}: "
+                f"{'disk full' if full else _first_line(error)}. Earlier ones and the ledger are "
+                f"intact: make room{'' if full else ', or change permissions'}, and resume"
             ) from error
 
 
 def delete(folder: pathlib.Path) -> None:
-    """Delete a folder of checkpoints, and its parent when that has no other."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete a folder of checkpoints, and its parent when that has no other.
+
+    Raises:
+      OSError: some of it, and maybe a key, is still there.
+    """
+    shutil.rmtree(folder, ignore_errors=True)  # all that can be
+    try:
+        while _exists(folder):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(folder)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"cannot delete {error.filename or folder}: {error.strerror or error}. {folder} still "
+            "has the secret keys of its run: change permissions, or delete it by hand",
+        ) from error
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
+
+
+def _exists(path: pathlib.Path) -> bool:
+    """As `path.exists()`; but what cannot be known raises."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def fit(leaves: dict[str, np.ndarray], names: list[Any], like: PyTree) -> PyTree:
@@ -208,6 +239,19 @@ def _restrict(folder: pathlib.Path) -> None:
         for name in files:
             with contextlib.suppress(FileNotFoundError):
                 os.chmod(os.path.join(root, name), 0o600)
+
+
+def _plain(about: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(about))
+    except (TypeError, ValueError, RecursionError):
+        remedy = "Turn arrays into lists, and their scalars into numbers, with .tolist()."
+        _check.fail("run.notes", "plain values, as JSON has them", about.get("notes"), remedy)
+        raise
+
+
+def _check_sum(about: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
 def _first_line(error: BaseException) -> str:

@@ -135,7 +135,7 @@ def privacy_spent(
     >>> spent.accountant, round(spent.epsilon, 5), spent.mu
     ('exact', 4.37718, 1.0)
     """
-    _check.delta(delta)
+    delta = _check.delta(delta)
     _check.choice("accountant", accountant, get_args(Accountant))
     _check.choice("adjacency", adjacency, _accountants.RELATIONS)
     leaves = list(_accountants.flatten(event))
@@ -302,7 +302,7 @@ def calibrate_event(
         )
         return math.log(min(max(spent.epsilon / epsilon, 1e-3), 1e3))
 
-    _check.delta(delta)
+    delta = _check.delta(delta)
     low = high = _first_guess(list(_accountants.flatten(make_event(1.0))), epsilon, delta)
     step = 0.25
     while gap(high) > 0:

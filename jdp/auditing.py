@@ -178,8 +178,7 @@ def _audit(present: Any, absent: Any, delta: float | None, significance: float) 
     # The best of many is partly luck, mostly that of rare events; wider intervals discourage it.
     wide = max(significance**2, sys.float_info.min)
     options = [
-        (_bound(*_counts(pilots, thresholds, above), delta, wide), above)
-        for above in (True, False)
+        (_bound(*_counts(pilots, thresholds, above), delta, wide), above) for above in (True, False)
     ]
     bounds, above = max(options, key=lambda option: option[0].max())
     threshold = thresholds[int(bounds.argmax())]

@@ -6,8 +6,10 @@ subtract the two, and the noise is gone. So a run goes on only under an unchange
 that determines its queries; else it refuses, or takes new keys and pays for these steps again.
 """
 
+import contextlib
 import os
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +23,8 @@ from jdp.ledger import Ledger, check_name
 from jdp.planning import TrainingPlan
 
 FOLDER = "checkpoints"
+_AT_WORK: "weakref.WeakValueDictionary[tuple[int, str], ResumableRun]"
+_AT_WORK = weakref.WeakValueDictionary()  # by ledger and name
 
 
 class ResumableRun:
@@ -31,11 +35,13 @@ class ResumableRun:
     goes on from its last checkpoint with the same keys, batches and queries, is the same release,
     and ends bit-equal to an uninterrupted one where the computation itself is reproducible (on one
     CPU it is). Queries that changed are refused with the difference named. What the description of
-    the queries cannot see (the contents of arrays that the program closes over, as data and public
-    images; code that runs outside it) must be named in `data` and `config`.
+    the queries cannot see must be named in `data` and `config`: the contents of arrays that the
+    program closes over (data, public images; scalars are compared by value), what a host callback
+    (`jax.pure_callback`, `jax.experimental.io_callback`) does, and code that runs outside it.
 
     **Secret.** A checkpoint holds the keys of noise and sampling: whoever reads it undoes the
-    privacy. Its files have mode 0600, in folders of mode 0700; `discard` them when the run is over.
+    privacy. They lie in folders of mode 0700; `discard` them when the run is over. A second run of
+    the same name on the same open ledger ends the first, which then neither charges nor saves.
 
     Args:
       ledger: an open `jdp.Ledger`; checkpoints go to its folder too.
@@ -61,8 +67,9 @@ class ResumableRun:
       notes: a dictionary of plain values that is saved and restored with the state.
 
     Raises:
-      ValueError: the queries changed and `as_new` is False; the state has fewer than two keys; the
-        ledger has lost lines; or the state does not fit the checkpoint.
+      ValueError: the queries changed and `as_new` is False; the state has fewer than two keys, or
+        the program closes over one; the ledger has lost lines; or the state does not fit the
+        checkpoint.
       OSError: the folder cannot be read or written.
 
     >>> import jax, jax.numpy as jnp, jdp, optax, tempfile
@@ -117,6 +124,10 @@ class ResumableRun:
         self._seconds = _check.number("save_every", save_every, at_least=0, remedy=remedy)
         keep = _check.integer("keep", keep, at_least=1, remedy="Three are plenty.")
         queries = _queries.describe(plan, program, state, data, config or {})
+        if (earlier := _AT_WORK.get((id(ledger), name))) is not None:
+            earlier._leave()
+        _AT_WORK[id(ledger), name] = self
+        self._ended = False
         self._store = _store.Store(ledger.folder / FOLDER / name, keep)
         try:
             found = self._store.newest()
@@ -145,6 +156,7 @@ class ResumableRun:
         if charged or not segments or segments[-1].differences(queries):
             self._ledger.open_segment(self._name, self._plan, queries, nonce=nonce)
         self.state = _store.fold(state, nonce)
+        self._segment = self._ledger.segments(self._name)[-1].number
         self._save()
         self._store.wait()
         return self.state
@@ -174,6 +186,7 @@ class ResumableRun:
         if differences:
             own = {"start": self.step, "nonce": nonce}
             self._ledger.open_segment(self._name, self._plan, queries, **own)
+        self._segment = self._ledger.segments(self._name)[-1].number
         return taken
 
     def chunks(self, every: int) -> Iterator[tuple[int, int]]:
@@ -189,7 +202,8 @@ class ResumableRun:
           (start, stop): steps start, ..., stop - 1.
 
         Raises:
-          ValueError: the body did not set `state`, or the run is over.
+          ValueError: the body did not set `state`, or the run is over, or another one of its name
+            began on the same ledger.
           OSError: ledger or checkpoint could not be written.
         """
         remedy = "Charges and checkpoints come between chunks; a second's worth of steps is fine."
@@ -201,9 +215,11 @@ class ResumableRun:
         try:
             while self.step < self.steps:
                 stop, before = min(self.step + every, self.steps), self.state
+                self._check_newest()
                 if self._plan is not None:
                     self._ledger.charge(self._name, self._plan, stop=stop)
                 yield self.step, stop
+                self._check_newest()
                 if self.state is before:
                     remedy = "Set run.state in the body; a step taken twice repeats its noise."
                     got = _check.Words("the one of before")
@@ -216,19 +232,41 @@ class ResumableRun:
             self._store.close()
 
     def discard(self) -> None:
-        """Delete the checkpoints, and the keys in them. The ledger stays."""
+        """Delete the checkpoints, and the keys in them. The ledger stays.
+
+        Raises:
+          OSError: some of them could not be deleted; the keys are still there.
+        """
         self._over = True
         self._store.delete()
 
+    def _leave(self) -> None:
+        """End, because another one of this name begins; what is being written is completed."""
+        self._over = self._ended = True
+        with contextlib.suppress(OSError):
+            self._store.close()
+
+    def _check_newest(self) -> None:
+        """Refuse to pay from, or save as, what another run of this name began."""
+        segment = self._ledger.segments(self._name)[-1].number
+        if self._ended or segment != self._segment:
+            remedy = "Go on with the newer one; what this one still holds is paid for, not saved."
+            got = _check.Words("one that a newer one took over from")
+            _check.fail("run", "the newest of its name on its ledger", got, remedy)
+
     def _save(self) -> None:
         about = {"step": self.step, "notes": self.notes, "lines": self._ledger.length}
-        about["segment"] = self._ledger.segments(self._name)[-1].number
+        about["segment"] = self._segment
         self._store.save(self.state, about)
         self._saved = time.monotonic()
 
 
 def discard(folder: str | os.PathLike, name: str = "run") -> None:
-    """Delete the checkpoints of a run in a ledger's folder, and the keys in them."""
+    """Delete the checkpoints of a run in a ledger's folder, and the keys in them.
+
+    Raises:
+      OSError: some of them could not be deleted; the keys are still there.
+    """
     _store.delete(_check.path("folder", folder) / FOLDER / check_name(name, "name"))
 
 

@@ -131,6 +131,8 @@ def records(x: Float[Array, "n d"], y: Float[Array, " n"], descent: Descent) -> 
     if not isinstance(descent, Descent):
         _check.fail("descent", "a Descent", descent, "Make one: Descent(learning_rate).", TypeError)
     x, y, bound = _tree.wide(x), _tree.wide(y), descent.feature_bound
+    dtype = jnp.result_type(x, y, bound)  # one for all, which loops carry
+    x, y = x.astype(dtype), y.astype(dtype)
     least = 1e-15 * jnp.where(jnp.isinf(bound), 0, bound)
     x = jnp.where(jnp.abs(x) < least, 0, x)
     norms = jnp.sqrt(_tree.squared_norms([x], bound))

@@ -1,7 +1,7 @@
 """Public gradients mixed into private updates (Amid et al., ICML 2022, arXiv 2112.00193)."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -98,9 +98,9 @@ def mix_public(
       An optax transformation; updates keep their dtypes.
 
     Raises:
-      TypeError: an argument has another type.
-      ValueError: `mixing` is out of range, or `params` or the updates do not fit: a `ClippedSum`
-        or per-example gradients, which are not private yet.
+      TypeError: an argument has another type, or `mixing` returns no number.
+      ValueError: `mixing` is out of range or returns no scalar, or `params` or the updates do not
+        fit: a `ClippedSum` or per-example gradients, which are not private yet.
 
     >>> import jax, jax.numpy as jnp, jdp, optax
     >>> from jdp import public_data
@@ -116,7 +116,9 @@ def mix_public(
     >>> print(updates.round(2))
     [0.5 1. ]
     """
-    if not callable(mixing):
+    if callable(mixing):
+        _weight(mixing, jnp.zeros((), jnp.int32))
+    else:
         remedy = "Or a function of the step, as public_data.cosine_mixing(steps)."
         _check.number("mixing", mixing, at_least=0, at_most=1, remedy=remedy)
     if not callable(public_gradient):
@@ -136,8 +138,7 @@ def mix_public(
     def update_fn(updates: PyTree, state: PrivateState, params: Params | None = None, **extra):
         del extra
         check_aggregate(params, updates)
-        alpha = mixing(state.step) if callable(mixing) else mixing
-        alpha = jnp.clip(jnp.asarray(alpha, jnp.float32), 0, 1)
+        alpha = _weight(mixing, state.step) if callable(mixing) else jnp.float32(mixing)
         public = public_gradient(params, step_key(state.key, "labels", state.step))
         check_aggregate(params, public, "public_gradient(params, key)")
 
@@ -152,6 +153,18 @@ def mix_public(
         return mixed, state._replace(step=state.step + 1)
 
     return transformation(init_fn, update_fn)
+
+
+def _weight(mixing: optax.Schedule, step: Scalar) -> Float[Array, ""]:
+    """The weight of the private update at a step, if it is one number."""
+    alpha: Any = mixing(step)
+    remedy = "It is the weight of the whole private update, as of public_data.cosine_mixing(steps)."
+    real = hasattr(alpha, "dtype") and jnp.isrealobj(alpha)
+    if not real and not _check.is_static_number(alpha):
+        _check.fail("mixing(step)", "a number", alpha, remedy, TypeError)
+    if jnp.shape(alpha) != ():
+        _check.fail("mixing(step)", "a scalar", alpha, remedy)
+    return jnp.clip(jnp.asarray(alpha, jnp.float32), 0, 1)
 
 
 def cosine_mixing(steps: int) -> Callable[[Scalar], Float[Array, ""]]:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
+from scipy import special
 
 from jdp import _check, accounting
 from jdp._typing import Adjacency, Key
@@ -56,6 +57,29 @@ def one_visit_event(*noise_multipliers: float, passes: int = 1) -> Event:
         _check.fail("noise_multipliers", "at least one number", zs, "Pass one a release.")
     passes = _check.integer("passes", passes, at_least=0, remedy="Count whole passes.")
     return dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(min(zs)), passes)
+
+
+def pure_event(epsilon: float) -> Event:
+    r"""A Gaussian that dominates every (epsilon, 0)-DP mechanism, under any adjacency.
+
+    The trade-off function of pure DP is two lines that meet at $p = 1 / (1 + e^\varepsilon)$. The
+    Gaussian's is convex, has the same ends, and passes through $(p, p)$ for
+    $\mu = -2 \Phi^{-1}(p)$, so that it lies below both lines (Dong, Roth and Su 2022). It is loose
+    at a small delta, where it has several times epsilon; what it buys is composition by every
+    accountant.
+
+    Args:
+      epsilon: of the mechanism, > 0.
+
+    Returns:
+      A dp-accounting event.
+
+    >>> round(pure_event(1.0).noise_multiplier, 3)
+    0.812
+    """
+    epsilon = float(_check.number("epsilon", epsilon, above=0, remedy=_BUDGET_REMEDY))
+    mu = -2 * float(special.ndtri_exp(special.log_expit(-epsilon)))
+    return dpa.GaussianDpEvent(1 / (mu * (1 + 1e-12) + 1e-15))  # margins for rounding
 
 
 def tree_height(leaves: int) -> int:
@@ -172,7 +196,11 @@ class DisjointBlocks(FixedBatches):
 
 @dataclasses.dataclass(frozen=True)
 class PointPlan(TrainingPlan):
-    """A plan whose guarantee is ONE point (epsilon, delta), not the curve of its event."""
+    """A plan whose guarantee is ONE point (epsilon, delta), not the curve of its event.
+
+    The event dominates the run, and is looser than the point: it is for composition with others,
+    which a `Ledger` does.
+    """
 
     releases: str = ""
 
@@ -207,6 +235,7 @@ def plan_blocks(
     | one pass (DP-GLMtron, DP-MBGLMtron) | steps left out | one Gaussian |
     | E passes | steps = E passes of blocks | E Gaussians |
     | tree aggregation (DP-TAGLMtron) | release="tree" | one Gaussian, `height` parts |
+    | sparse vector thresholds | sparse_vector=True | the larger of a Gaussian and `pure_event` |
 
     Args:
       num_examples: public number of records.
@@ -219,7 +248,8 @@ def plan_blocks(
       threshold_every: as in `DisjointBlocks`.
       release: as in `DisjointBlocks`.
       sparse_vector: thresholds come from the sparse vector technique, which is (epsilon, 0)-DP:
-        one pass, needs `epsilon`. The guarantee then is one point, and no curve.
+        one pass, needs `epsilon`. The guarantee then is one point, and no curve; in a `Ledger`
+        such a run costs several times its epsilon, as `pure_event` does.
       shuffling: use the amplification by shuffling of `jdp.shuffling` where it needs less noise
         than none: one record a block, one pass, no threshold from private rows, replace-one, and
         the order must be SECRET. The guarantee then is one point, and no curve.
@@ -236,7 +266,7 @@ def plan_blocks(
     >>> p.steps, round(p.noise_multiplier, 2), p.spent.accountant
     (5, 7.03, 'exact')
     """
-    _check.delta(delta)
+    delta = _check.delta(delta)
     sampler = DisjointBlocks(num_examples, batch_size, threshold_rows, threshold_every, release)
     per_pass = sampler.steps_per_epoch
     steps = per_pass if steps is None else steps
@@ -260,7 +290,7 @@ def plan_blocks(
     else:
         z = accounting.under_adjacency(noise_multiplier, adjacency)
     spent = accounting.privacy_spent(event(float(z)), delta=delta, adjacency=adjacency)
-    releases = ""
+    releases, least = "", math.inf
     if shuffling and epsilon is not None:
         amplified = calibrate_shuffled(epsilon, delta=delta, num_examples=num_examples)
         if amplified is not None and amplified < z:
@@ -272,7 +302,9 @@ def plan_blocks(
         method = f"the larger of {spent.method} and the pure epsilon of sparse vector thresholds"
         spent = dataclasses.replace(spent, epsilon=epsilon, method=method, mu=None)
         releases = "ONE Gaussian for a gradient row, sparse vector for a threshold row"
-    parts = (sampler, z, steps, batch_size, event(float(z)), spent, epsilon)
+        least = pure_event(epsilon).noise_multiplier
+    # A record is in one of the two releases, so the run costs no more than the larger one does.
+    parts = (sampler, z, steps, batch_size, event(min(float(z), least)), spent, epsilon)
     return PointPlan(*parts, releases=releases) if releases else TrainingPlan(*parts)
 
 

@@ -290,11 +290,18 @@ def unprotected_epsilon(
     Returns:
       Epsilon at `plan.delta`, at most `plan.epsilon`. Host code; not under `jit`.
 
+    Raises:
+      TypeError: an argument has another type, or the votes are traced.
+      ValueError: the shape of `votes` is not that of the plan.
+
     >>> plan = plan_votes(3000, teachers=300, queries=100, noise_multiplier=2.0, delta=1e-5)
     >>> votes = jnp.zeros((300, 100), int)  # unanimous
     >>> round(plan.epsilon, 2), round(unprotected_epsilon(votes, plan, num_classes=10), 2)
     (1.99, 0.0)
     """
+    if isinstance(votes, jax.core.Tracer):
+        remedy = "Call it outside of jit, vmap and grad: it computes on the host."
+        _check.fail("votes", "an array that is not traced", votes, remedy, TypeError)
     counts = np.asarray(_counts(_checked(votes, plan), num_classes), np.float64)
     orders: Any = np.array(rdp_privacy_accountant.DEFAULT_RDP_ORDERS)
     if plan.noise_multiplier == 0:

@@ -135,7 +135,11 @@ class TrainingPlan:
         if clash := computed.keys() & facts.keys():
             remedy = "The plan computes these; leave them out."
             _check.fail("facts", f"none of {sorted(computed)}", sorted(clash), remedy)
-        return {**computed, **_FACTS, **{name: _plain(value) for name, value in facts.items()}}
+        return {
+            **_plain(computed),
+            **_FACTS,
+            **{name: _plain(value) for name, value in facts.items()},
+        }
 
     def to_json(self, **facts: Any) -> str:
         """`to_dict` as JSON; an infinite epsilon becomes the string "inf"."""
@@ -230,7 +234,7 @@ def plan(
     >>> round(p.noise_multiplier, 2), p.epsilon <= 2.0, p.sampler.capacity
     (1.98, True, 1224)
     """
-    _check.delta(delta)
+    delta = _check.delta(delta)
     size_remedy = "It is a public number of records, known without looking at the data."
     _check.integer("num_examples", num_examples, at_least=1, remedy=size_remedy)
     _check.integer("batch_size", batch_size, at_least=1, at_most=num_examples, remedy=size_remedy)

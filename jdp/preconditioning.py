@@ -10,7 +10,9 @@ weighted gradients need the gradients, these clippers do not go through book-kee
 import dataclasses
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from jdp import _check, _tree
 from jdp._typing import Key, Mask, Params, PerExample, PyTree, Scalar
@@ -33,22 +35,26 @@ def _weigh(name: str, weights: PyTree, per_example: PerExample) -> tuple[PerExam
     ]
     if structures[0] != structures[1]:
         _check.fail(name, f"a pytree with structure {structures[0]}", structures[1], remedy)
-    free = jax.tree.map(
-        lambda leaf, weight: None if leaf is None else weight,
-        per_example,
-        weights,
-        is_leaf=_is_none,
-    )
-    for (path, weight), leaf in zip(
-        jax.tree.leaves_with_path(free), jax.tree.leaves(per_example), strict=True
-    ):
+
+    def checked(path, leaf, weight):
+        if leaf is None:
+            return None
+        where = name + jax.tree_util.keystr(path)
+        if not hasattr(weight, "dtype") and not isinstance(weight, bool | int | float):
+            _check.fail(where, "an array", weight, remedy, TypeError)
         if jnp.shape(weight) != leaf.shape[1:]:
-            where = name + jax.tree_util.keystr(path)
             _check.fail(where, f"of shape {leaf.shape[1:]}", weight, remedy)
+        return weight
+
+    free = jax.tree_util.tree_map_with_path(checked, per_example, weights, is_leaf=_is_none)
     weighted = jax.tree.map(
         lambda leaf, weight: _tree.wide(leaf) * _factor(weight, leaf)[None], per_example, free
     )
     return weighted, free
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
 def _factor(weight: PyTree, like: jax.Array) -> jax.Array:
@@ -72,6 +78,29 @@ class SparseSum(ClippedSum):
         """Put the parts together and zero, noise and all, what was not kept."""
         total = self.dense.combine(parts)
         return jax.tree.map(lambda leaf, kept: leaf * _factor(kept, leaf), total, self.kept)
+
+    def merge(self, other: ClippedSum) -> ClippedSum:
+        """As `ClippedSum.merge`, of sums that keep the same coordinates.
+
+        Raises:
+          TypeError: the two are of different kinds.
+          ValueError: the structures, the (static) noise scales or what is kept differ; traced
+            booleans are not compared.
+        """
+        merged = super().merge(other)
+        assert isinstance(other, SparseSum)
+        remedy = "Merge sums that were sparsified by the same coordinates."
+        mine, theirs = (_shapes((total.kept, total.dense)) for total in (self, other))
+        if mine != theirs:
+            _check.fail("other", f"a sum of which is kept {mine}", theirs, remedy)
+        pairs = zip(jax.tree.leaves(self.kept), jax.tree.leaves(other.kept), strict=True)
+        for pair in pairs:
+            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in pair)
+            if not traced and pair[0] is not pair[1] and not np.array_equal(*pair):
+                _check.fail(
+                    "other", "a sum of the same coordinates", _check.Words("others"), remedy
+                )
+        return merged
 
 
 def clip_sparsified(clipper: Clipper, kept: PyTree) -> Clipper:
@@ -97,8 +126,9 @@ def clip_sparsified(clipper: Clipper, kept: PyTree) -> Clipper:
       A clipper, as `jdp.clip_by_norm`.
 
     Raises:
-      TypeError: `clipper` is not callable.
-      ValueError: (when called) `kept` is not like the gradients.
+      TypeError: `clipper` is not callable; (when called) it makes no `ClippedSum`, or `kept` has
+        other leaves than arrays.
+      ValueError: (when called) `kept`, or the estimate of the clipper, is not like the gradients.
 
     >>> import jax.numpy as jnp, jdp, numpy as np
     >>> from jdp import public_data
@@ -114,6 +144,7 @@ def clip_sparsified(clipper: Clipper, kept: PyTree) -> Clipper:
         _tree.num_examples(per_example, mask)
         weighted, own = _weigh("kept", kept, per_example)
         total = clipper(weighted, mask)
+        _check_estimate(total, weighted)
         dense = dataclasses.replace(total, parts=(), noise_scales=(), rows=0, rounding=0.0)
         return SparseSum(
             total.parts,
@@ -186,7 +217,8 @@ def clip_preconditioned(clipper: Clipper, preconditioner: PyTree) -> Clipper:
       A clipper, as `jdp.clip_by_norm`. Where d is not finite, every example contributes zero.
 
     Raises:
-      TypeError: `clipper` is not callable.
+      TypeError: `clipper` is not callable; (when called) `preconditioner` has other leaves than
+        arrays.
       ValueError: (when called) `preconditioner` is not like the gradients.
 
     >>> import jax, jax.numpy as jnp, jdp, optax
@@ -219,11 +251,11 @@ def inverse_root(second_moments: PyTree, *, floor: float) -> PyTree:
       floor: > 0; no coordinate is weighted by more than 1 / floor.
 
     Returns:
-      Weights like the parameters, in (0, 1 / floor].
+      Weights like the parameters, in (0, 1 / floor]; NaN where a traced moment is negative.
 
     Raises:
-      TypeError: `floor` is not a number.
-      ValueError: it is not positive.
+      TypeError: `floor` is not a number, or a leaf no floating array.
+      ValueError: `floor` is not positive, or a leaf that is not traced has a negative value.
 
     >>> import jax.numpy as jnp
     >>> from jdp import public_data
@@ -233,10 +265,26 @@ def inverse_root(second_moments: PyTree, *, floor: float) -> PyTree:
     remedy = "It bounds the weights of silent coordinates."
     floor = _check.number("floor", floor, above=0, remedy=remedy)
     for path, leaf in jax.tree.leaves_with_path(second_moments):
-        if not hasattr(leaf, "dtype"):
-            name = f"second_moments{jax.tree_util.keystr(path)}"
-            _check.fail(name, "an array", leaf, "Average squares of public gradients.", TypeError)
+        name = f"second_moments{jax.tree_util.keystr(path)}"
+        remedy = "Average squares of public gradients, as floats."
+        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            _check.fail(name, "a floating array", leaf, remedy, TypeError)
+        if not isinstance(leaf, jax.core.Tracer) and (np.asarray(leaf) < 0).any():
+            _check.fail(name, "at least 0 everywhere", _check.Words("negative values"), remedy)
     return jax.tree.map(lambda v: 1 / (jnp.sqrt(_tree.wide(v)) + floor), second_moments)
+
+
+def _check_estimate(total: PyTree, like: PyTree) -> None:
+    """Refuse a sum of which no coordinates can be dropped: its estimate is not like gradients."""
+    remedy = "Wrap one that estimates the sum of the gradients, for example jdp.clip_by_norm(1.0)."
+    if not isinstance(total, ClippedSum):
+        kind = _check.Words(f"one that returns {type(total).__name__}")
+        _check.fail("clipper", "one that returns a ClippedSum", kind, remedy, TypeError)
+    shapes = lambda tree: jax.tree.map(lambda leaf: leaf.shape, tree)  # noqa: E731
+    estimate = shapes(jax.eval_shape(total.combine, total.parts))
+    expected = jax.tree.map(lambda leaf: leaf.shape[1:], like)
+    if estimate != expected:
+        _check.fail("clipper", f"one that estimates a sum of shapes {expected}", estimate, remedy)
 
 
 def _check_clipper(clipper: Clipper) -> None:

@@ -27,7 +27,7 @@ from jdp.noise import add_noise
 from jdp.one_visit import DisjointBlocks, PointPlan, plan_blocks
 from jdp.planning import TrainingPlan
 from jdp.sampling import PoissonSampling
-from jdp.thresholds import FixedThreshold, PrivateThreshold, PublicThreshold, Threshold
+from jdp.thresholds import FixedThreshold, PrivateThreshold, PublicThreshold, Threshold, known
 from jdp.tree_aggregation import climb, initial_tree
 
 
@@ -58,8 +58,10 @@ def fit(
     r"""Run a planned method of the module's table.
 
     $w_{t+1} = \Pi_W(w_t - \eta_t (\sum_{i \in G_t} v_i + z\,a\,R\,s_t\,N(0, I)) / b)$, with b the
-    plan's batch size and a = 1, or 2 under replace-one. Pure, and may be vmapped over keys, data,
-    `start`, and the numbers in `descent` and `threshold`.
+    plan's batch size and a = 1, or 2 under replace-one. Pure, and may be vmapped over keys. Over
+    data, `start`, and the numbers in `descent` and `threshold` only together with a key each:
+    under one key all runs have the same noise, which cancels in their differences, and NOTHING is
+    private. And each run costs `plan.epsilon`.
 
     **Guarantee.** `plan.epsilon` at `plan.delta`, for all iterates and thresholds together: given
     the released $s_t$, a block's sum has sensitivity $R s_t$ (zero-out; twice that under
@@ -81,7 +83,8 @@ def fit(
     Raises:
       TypeError: an argument has another type.
       ValueError: shapes do not match the plan, or plan and threshold do not belong together, or so
-        few threshold rows that noise would choose the level. All of this before data is read.
+        few threshold rows that noise would choose the level, or the plan is under add-remove. All
+        of this before data is read.
 
     >>> from jdp.one_visit import plan_blocks
     >>> x = jax.random.uniform(jax.random.key(0), (2000, 3), minval=-1.0)
@@ -109,7 +112,7 @@ def fit(
         gradient, s, memory = step(t, w, memory)
         w = w - rates[t].astype(w.dtype) * gradient.astype(w.dtype)
         norm = jnp.linalg.norm(w)
-        w = jnp.where(norm > descent.radius, w * (descent.radius / norm), w)
+        w = jnp.where(norm > descent.radius, w * (descent.radius / norm), w).astype(w.dtype)
         return (w, mean + shares[t].astype(w.dtype) * w, memory), (w, s)
 
     rates, shares = descent.rates(plan.steps), descent.shares(plan.steps)
@@ -215,18 +218,19 @@ def check_threshold(plan: TrainingPlan, threshold: Threshold) -> None:
             threshold,
             remedy + "then.",
         )
-    z, static = plan.noise_multiplier, _check.is_static_number
+    z, static = known(plan.noise_multiplier), _check.is_static_number
     if isinstance(threshold, FixedThreshold) and static(z) and z > 0:
-        if static(threshold.value) and math.isinf(threshold.value):
+        value = known(threshold.value)
+        if static(value) and math.isinf(value):
             remedy = "Noise is proportional to the threshold; choose a finite one."
-            _check.fail("value", "finite when noise_multiplier > 0", threshold.value, remedy)
+            _check.fail("value", "finite when noise_multiplier > 0", value, remedy)
     if not isinstance(threshold, PrivateThreshold):
         return
     pure = threshold.mechanism == "sparse-vector"
     if pure != (isinstance(plan, PointPlan)):
         remedy = "Plan with sparse_vector=True for the mechanism 'sparse-vector', and only then."
         _check.fail("mechanism", "the one that the plan pays for", threshold.mechanism, remedy)
-    if static(z) and static(threshold.share):
+    if pure or static(z):
         noise = 1 / plan.epsilon if pure else float(z) * (2**0.5 if own else 1)
         threshold.check(rows, noise, plan.adjacency)
 
@@ -235,6 +239,12 @@ def _check_data(x: Any, y: Any, plan: TrainingPlan, start: Any, threshold: Any) 
     if not isinstance(plan, TrainingPlan):
         remedy = "Make it with jdp.relu_regression.plan_blocks or jdp.plan."
         _check.fail("plan", "a TrainingPlan", plan, remedy, TypeError)
+    if plan.adjacency == "add-remove":
+        remedy = "Every record of x is read, so N is public: plan under 'zero-out', where a record "
+        remedy += "that is taken out becomes one that is not finite and contributes nothing."
+        _check.fail("plan", "under 'zero-out' or 'replace-one'", _check.Words("add-remove"), remedy)
+    if plan.steps >= 2**31:
+        _check.fail("plan", "of fewer than 2^31 steps", plan.steps, "Take fewer steps.")
     n = plan.sampler.num_examples
     for name, value, ndim in (("x", x, 2), ("y", y, 1)):
         if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -253,21 +263,21 @@ def _check_descent(plan: TrainingPlan, threshold: Threshold, descent: Any) -> No
     """Refuse clip norms R s that are infinite under noise, or beyond what float32 can hold."""
     if not isinstance(descent, Descent):
         _check.fail("descent", "a Descent", descent, "Make one: Descent(learning_rate).", TypeError)
-    given = {name: getattr(descent, name) for name in ("learning_rate", "feature_bound", "radius")}
-    given |= {"value": threshold.value} if isinstance(threshold, FixedThreshold) else {}
+    names = ("learning_rate", "feature_bound", "radius")
+    given = {name: known(getattr(descent, name)) for name in names}
+    given |= {"value": known(threshold.value)} if isinstance(threshold, FixedThreshold) else {}
     for name, value in given.items():
         finite, remedy = name == "learning_rate", "Choose it without looking at private data."
         _check.number(name, value, above=0, finite=finite, traced=True, remedy=remedy)
-    known, bound = _check.is_static_number, descent.feature_bound
+    static, bound, z = _check.is_static_number, given["feature_bound"], known(plan.noise_multiplier)
     levels: list[Any] = []
     if isinstance(threshold, FixedThreshold):
-        levels = [threshold.value]
+        levels = [given["value"]]
     else:
         levels = [threshold.grid.floor, threshold.grid.floor * 2.0 ** (threshold.grid.levels - 1)]
-    if not known(bound) or not all(map(known, levels)):
+    if not static(bound) or not all(map(static, levels)):
         return
-    noisy = known(plan.noise_multiplier) and plan.noise_multiplier > 0
-    if noisy and math.isinf(bound):
+    if static(z) and z > 0 and math.isinf(bound):
         remedy = "Noise is proportional to it; choose a public bound on |x|."
         _check.fail("feature_bound", "finite when noise_multiplier > 0", bound, remedy)
     for level in levels:

@@ -47,7 +47,7 @@ def shuffled_epsilon(noise_multiplier: float, *, delta: float, num_examples: int
     """
     remedy = "It is the noise's standard deviation over the replace-one sensitivity."
     z = float(_check.number("noise_multiplier", noise_multiplier, above=0, remedy=remedy))
-    _check.delta(delta)
+    delta = _check.delta(delta)
     n = _check.integer("num_examples", num_examples, at_least=1, remedy=_REMEDY)
     log_delta_0 = lambda eps: _accountants.gaussian_log_delta(eps, 1 / z)  # noqa: E731
     slack = lambda eps: math.log(most_local_delta(eps, delta, n)) - log_delta_0(eps)  # noqa: E731

@@ -11,6 +11,7 @@ import math
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from scipy import stats
@@ -45,11 +46,23 @@ class Grid:
 
     def values(self) -> Float[Array, " levels"]:
         """All levels, rising."""
-        return self.floor * 2.0 ** jnp.arange(self.levels, dtype=jnp.float32)
+        return float(self.floor) * 2.0 ** jnp.arange(self.levels, dtype=jnp.float32)
 
     def above(self, magnitudes: Float[Array, " n"]) -> Int[Array, " n"]:
         """How many levels each magnitude exceeds; 0 for NaN."""
         return jnp.sum(magnitudes[:, None] > self.values()[None, :], axis=1)
+
+
+MOST_ROWS = 2**24  # up to here float32 counts are exact in any order
+
+
+def known(value: Scalar) -> Scalar:
+    """A public number as a plain one where it can be read; one that is traced stays as it is."""
+    scalar = isinstance(value, jax.Array) and value.shape == ()
+    if not scalar or isinstance(value, jax.core.Tracer):
+        return value
+    floating = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize >= 4
+    return float(value) if floating else value  # others are refused by their dtype
 
 
 def _check_grid(grid: Any) -> None:
@@ -74,9 +87,10 @@ class FixedThreshold:
 
     def __post_init__(self):
         """Validate what is static."""
-        if _check.is_static_number(self.value) or isinstance(self.value, str | bytes):
+        value = known(self.value)
+        if _check.is_static_number(value) or isinstance(value, str | bytes):
             remedy = "About the size of the label noise is best."
-            _check.number("value", self.value, above=0, finite=False, remedy=remedy)
+            _check.number("value", value, above=0, finite=False, remedy=remedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +129,8 @@ class PublicThreshold:
             _check.fail("y", expected, self.y, "Give as many labels as records.")
         _check_grid(self.grid)
         remedy = "1 is the paper's choice; 0.9 bears outliers."
-        _check.number("quantile", self.quantile, above=0, at_most=1, traced=True, remedy=remedy)
+        value = known(self.quantile)
+        _check.number("quantile", value, above=0, at_most=1, traced=True, remedy=remedy)
 
     def choose(self, magnitudes: Float[Array, " m"]) -> Scalar:
         """The threshold for the public residuals' magnitudes."""
@@ -159,7 +174,7 @@ class PrivateThreshold:
     $(\varepsilon, 0)$-DP; all of one record's changes have the same sign, so it is the monotone
     case. The level chosen is the first whose noisy count above is at most $\rho m$ plus the slack,
     $\kappa = \Phi^{-1}(1 - \beta/L)$: without slack noise would rule out all levels. Residuals that
-    are not finite count nowhere.
+    are not finite count nowhere. Counts are exact, as there are at most 2^24 rows.
 
     Attributes:
       grid: the levels.
@@ -177,7 +192,8 @@ class PrivateThreshold:
         """Validate."""
         _check_grid(self.grid)
         remedy = "It is a share of the records that are clipped; 0.1 is usual."
-        _check.number("share", self.share, at_least=0, below=1, traced=True, remedy=remedy)
+        value = known(self.share)
+        _check.number("share", value, at_least=0, below=1, traced=True, remedy=remedy)
         _check.number("failure", self.failure, above=0, below=1, remedy="0.1 is usual.")
         _check.choice("mechanism", self.mechanism, get_args(Mechanism))
 
@@ -193,13 +209,18 @@ class PrivateThreshold:
         return kappa * noise * factor * (levels - level) ** 0.5
 
     def check(self, rows: int, noise: float, adjacency: Adjacency) -> None:
-        """Refuse rows so few that noise would choose the level.
+        """Refuse rows so few that noise would choose the level, or too many to count.
+
+        A traced share is taken for 0, which needs the fewest rows.
 
         Raises:
-          ValueError: with no residual below any level, the lowest one could still be chosen.
+          ValueError: with no residual below any level, the lowest one could still be chosen; or
+            more than 2^24 rows.
         """
-        slack = self.slack(noise, adjacency)
-        needed = math.ceil(slack / (1 - self.share)) + 1
+        _check_rows(rows)
+        slack, share = self.slack(noise, adjacency), known(self.share)
+        share = share if _check.is_static_number(share) else 0.0
+        needed = math.ceil(slack / (1 - share)) + 1
         if rows < needed:
             _check.fail(
                 "threshold_rows",
@@ -211,11 +232,11 @@ class PrivateThreshold:
 
     def count(self, magnitudes: Float[Array, " m"], mask: Mask) -> ClippedSum:
         """Count the residuals: by bin for "histogram", else above each level; not yet private."""
-        levels = self.grid.levels
+        levels, rows = self.grid.levels, mask.shape[0]
+        _check_rows(rows)
         keep = (mask & jnp.isfinite(magnitudes))[:, None]
         bins = jax.nn.one_hot(self.grid.above(magnitudes), levels + 1, dtype=jnp.float32)
         histogram = jnp.sum(jnp.where(keep, bins, 0), axis=0)
-        rows = mask.shape[0]
         if self.mechanism == "histogram":
             return CountSum((histogram,), (1.0,), rows=rows)
         return MonotoneSum((_tails(histogram),), (levels**0.5,), rows=rows)
@@ -232,6 +253,12 @@ class PrivateThreshold:
         counts = _tails(counts) if self.mechanism == "histogram" else counts
         levels = jnp.arange(self.grid.levels, dtype=jnp.float32)
         return _first(counts <= bound + self.slack(noise, adjacency, levels), self.grid)
+
+
+def _check_rows(rows: int) -> None:
+    if rows > MOST_ROWS:
+        remedy = "Count fewer: float32 does not count further, and a level needs no more."
+        _check.fail("threshold_rows", f"at most {MOST_ROWS:,}", rows, remedy)
 
 
 def _tails(histogram: Float[Array, " bins"]) -> Float[Array, " levels"]:

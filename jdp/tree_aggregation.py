@@ -63,7 +63,8 @@ def climb(
 
     **Guarantee.** Each node has the noise scale of its largest leaf, times $\sqrt{height}$, so all
     nodes of a leaf are ONE Gaussian of the given multiplier, also where later leaves depend on what
-    was released. Nodes are sums of two nodes, so rounding is that of pairwise addition.
+    was released. Nodes are sums of two nodes, so rounding is that of pairwise addition, after
+    that within the leaf.
 
     Args:
       key: one typed key, for this leaf only.
@@ -95,7 +96,7 @@ def climb(
         tuple(nodes),
         tuple(math.sqrt(height) * largest),
         rows=leaf.rows * 2 ** (height - 1),
-        rounding=_tree.rounding(leaf.rows * 2 ** (height - 1)),
+        rounding=leaf.rounding + _tree.rounding(leaf.rows * 2 ** (height - 1)),
     )
     noised = add_noise(key, total, noise_multiplier, adjacency=adjacency)
     released = jnp.where(ends[:, None], noised, state.released)

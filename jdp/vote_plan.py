@@ -158,7 +158,7 @@ def plan_votes(
     >>> plan.batch_size, round(plan.vote_std, 1), plan.spent.accountant
     (240, 63.0, 'exact')
     """
-    _check.delta(delta)
+    delta = _check.delta(delta)
     remedy = "It is a public number of records, known without looking at the data."
     _check.integer("num_examples", num_examples, at_least=1, remedy=remedy)
     remedy = "Each teacher needs a record; about as many records each as there are classes is few."

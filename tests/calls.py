@@ -66,6 +66,12 @@ def update(make):
     return call
 
 
+def sparse(kept, gradients=GRADIENTS):
+    """A sparsified sum of which all coordinates are kept, or none; booleans like what is given."""
+    whole = jax.tree.map(lambda leaf: jnp.full(leaf.shape[1:], kept), gradients)
+    return public_data.clip_sparsified(CLIPPER, whole)(gradients, MASK)
+
+
 ADAPTERS = {"w": {"down": jnp.ones((1, 2)), "up": jnp.zeros((1, 3))}}
 TX = {"noise_multiplier": 1.0, "batch_size": 4, "key": KEY}
 GEP = TX | {"rank": 2, "clip_norms": (1.0, 0.2), "public_gradients": public}
@@ -366,7 +372,9 @@ CALLS = {
     "pate.vote_sum": (pate.vote_sum, {"votes": jnp.zeros((10, 4), int), "num_classes": 3}),
     "pate.most_votes": (pate.most_votes, {"votes": jnp.zeros((10, 4), int), "num_classes": 3}),
     "pate.unprotected_epsilon": (
-        lambda ballots, **rest: pate.unprotected_epsilon(ballots, **rest),
+        lambda ballots=None, votes=None, **rest: pate.unprotected_epsilon(
+            ballots if votes is None else votes, **rest
+        ),
         {"ballots": jnp.zeros((10, 4), int), "plan": vote_plan(), "num_classes": 3},
     ),
     # public data
@@ -396,6 +404,10 @@ CALLS = {
         clip(public_data.clip_sparsified),
         {"clipper": CLIPPER, "kept": jax.tree.map(lambda leaf: leaf == 0, PARAMS)}
         | {"per_example": GRADIENTS, "mask": MASK},
+    ),
+    "public_data.clip_sparsified(merge)": (
+        lambda other: sparse(True).merge(other),
+        {"other": sparse(True)},
     ),
     "public_data.clip_preconditioned": (
         clip(public_data.clip_preconditioned),

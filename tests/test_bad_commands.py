@@ -56,6 +56,9 @@ BEFORE_DATA = [
     ("gep_table", "--epsilons", "--epsilons must be one or more different values"),
     ("gep_table", "--methods", "--methods must be one or more different values"),
     ("gep_table", "--dataset cifar10", "cifar10 has no small version; use --full"),
+    ("gep_table", "--methods gep pda-dpmd", "pda-dpmd needs --num-public above 0"),
+    ("gep_table", "--methods adadps --num-public -1", "--num-public must be at least 0"),
+    ("gep", "--methods gep adadps --num-public 0", "adadps needs --num-public above 0; leave it"),
     ("gep_table", "--epsilons 0", "--epsilon must be above 0, but got 0.0"),
     ("gep_table", "--seeds 0", "--seeds must be above 0, but got 0"),
     ("gep_ablation", "--parts all", "--parts must be different ones of rank", "but got all"),
@@ -74,6 +77,14 @@ BEFORE_DATA = [
     ("linear_probe", "--features torn.npz", "--features torn.npz must hold train, train_labels"),
     ("linear_probe", "--features empty.npz", "--features empty.npz must hold train, train_labels"),
     ("linear_probe", "--features other.npz", "--features other.npz must hold train, train_labels"),
+    ("linear_probe", "--features large.npz", "large.npz must hold features that are finite"),
+    ("linear_probe", "--features wrapped.npz", "train_labels that are negative, or 2**31 and more"),
+    (
+        "linear_probe",
+        "--features one-class.npz --methods gep --validation 10 --batch-size 9 --groups 1",
+        "labels must count 2 classes or more",
+        "but the largest is 0",
+    ),
     ("linear_probe", "--epsilons 0", "--epsilons must be at least 0.001, but got (0.0,)"),
     ("linear_probe", "--epsilons 1 nan", "--epsilons must be at least 0.001, but got (1.0, nan)"),
     ("linear_probe", "--methods svm", "--methods must be different ones of", "but got svm"),
@@ -137,6 +148,9 @@ WITH_DATA = [
     ("gep", "--out torn", "results.json is not a results file", "move it away"),
     ("gep", "--out busy", "another process is at work in", "another --out"),
     ("gep", "--out unowned", "has a summary of another program, which gep would overwrite"),
+    ("gep_table", "--anchors none.npy", "there is no none.npy", "--anchors takes a path that"),
+    ("gep_table", "--anchors wide.npy", "--anchors must have shape (n, 8, 8, 1), but wide.npy has"),
+    ("gep_table", "--num-public 9999", "--num-public 9999 leaves no private image of 1,447"),
     ("pate", "--teachers 2000", "--teachers 2000 exceeds the 1,247 private images"),
     ("pate", "--threshold 10", "give --threshold and --answers together, or neither"),
     ("pate", "--threshold 99 --answers 3", "--threshold 99.0 exceeds the 60 teachers"),
@@ -156,7 +170,7 @@ WITH_DATA = [
 ]
 EXPERIMENTS = ("gep", "gep_ablation", "search_gep", "linear_probe", "relu_regression")
 EXPERIMENTS += ("hypernet_lora", "hypernet_regression", "audit", "speed", "gep_table", "pate")
-BATCH = {"gep": "digits", "pate": "digits", "search_gep": "digits"}
+BATCH = {"gep": "digits", "pate": "digits", "search_gep": "digits", "gep_table": "digits"}
 
 
 def _write_wrong_files(folder):
@@ -165,6 +179,11 @@ def _write_wrong_files(folder):
     np.save(folder / "wide.npy", np.zeros((3, 9, 9)))
     np.save(folder / "nan.npy", np.full((3, 8, 8), np.nan))
     np.savez(folder / "other.npz", train=np.zeros((3, 2)))
+    x, y = np.ones((40, 2)), np.zeros(40, int)
+    features = {"train": x, "train_labels": y, "test": x, "test_labels": y}
+    np.savez(folder / "one-class.npz", **features)
+    np.savez(folder / "large.npz", **features | {"train": 1e300 * x})
+    np.savez(folder / "wrapped.npz", **features | {"train_labels": y + 2**32})
     whole = (folder / "other.npz").read_bytes()
     for name in ("torn.npz", "torn.npy", "torn/results.json"):
         (folder / name).write_bytes(whole[: len(whole) // 2])

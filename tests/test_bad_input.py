@@ -4,6 +4,7 @@ What is private comes as tracers (`calls.py`), so that no error can depend on it
 """
 
 import ast
+import dataclasses
 import inspect
 import operator
 import re
@@ -28,10 +29,12 @@ from calls import (
     clipped,
     loss,
     plan,
+    sparse,
 )
 
 import jdp
 from jdp import relu_regression
+from jdp.adaptive import clip_and_count
 
 INF, NAN = float("inf"), float("nan")
 T, V = TypeError, ValueError
@@ -334,6 +337,12 @@ ROWS = [
         V,
         "`votes` must be of shape (10,",
     ),
+    (
+        "pate.unprotected_epsilon",
+        {"votes": jnp.zeros((10, 4), int)},
+        T,
+        "`votes` must be an array that is not traced",
+    ),
     ("public_data.mean_gradient", {"loss": None}, T, "`loss` must be a function of (params,"),
     (
         "public_data.mean_gradient",
@@ -343,11 +352,67 @@ ROWS = [
     ),
     ("public_data.mean_gradient", {"key": 0}, T, "`key` must be one typed PRNG key (shape ())"),
     ("public_data.mix_public", {"mixing": NAN}, V, "`mixing` must be a finite number >= 0 and <="),
+    ("public_data.mix_public", {"mixing": "cosine"}, T, "`mixing` must be a finite number >= 0"),
+    ("public_data.mix_public", {"mixing": jnp.ones(3)}, T, "`mixing` must be a finite number >="),
+    ("public_data.mix_public", {"mixing": lambda step: "half"}, T, "`mixing(step)` must be a num"),
+    ("public_data.mix_public", {"mixing": lambda step: None}, T, "`mixing(step)` must be a number"),
+    ("public_data.mix_public", {"mixing": lambda step: jnp.ones(3)}, V, "`mixing(step)` must be a"),
+    ("public_data.mix_public()", {"mixing": lambda _: jnp.ones(1)}, V, "`mixing(step)` must be a"),
     ("public_data.mix_public()", {"updates": GRADIENTS}, V, "`updates['b']` must be of shape (3,)"),
     ("public_data.cosine_mixing", {"steps": 2.0}, T, "`steps` must be an integer >= 1"),
     ("public_data.project_updates", {"refresh_every": -1}, V, "`refresh_every` must be an"),
     ("public_data.project_updates()", {"params": None}, V, "`params` must be given"),
     ("public_data.clip_sparsified", {"kept": {"w": True}}, V, "`kept` must be a pytree with"),
+    ("public_data.clip_sparsified", {"kept": None}, V, "`kept` must be a pytree with structure"),
+    (
+        "public_data.clip_sparsified",
+        {"kept": None, "per_example": GRADIENTS["w"]},
+        T,
+        "`kept` must be an array, but got None",
+    ),
+    (
+        "public_data.clip_sparsified",
+        {"kept": {"b": "all", "w": True}},
+        T,
+        "`kept['b']` must be an array",
+    ),
+    (
+        "public_data.clip_sparsified",
+        {"clipper": lambda per_example, mask: per_example},
+        T,
+        "`clipper` must be one that returns a ClippedSum",
+    ),
+    (
+        "public_data.clip_sparsified",
+        {"clipper": clip_and_count(1.0, gradient_scale=2.0, count_scale=2.0)},
+        V,
+        "`clipper` must be one that estimates a sum of shapes",
+    ),
+    ("public_data.clip_sparsified(merge)", {"other": clipped()}, T, "`other` must be a SparseSum"),
+    (
+        "public_data.clip_sparsified(merge)",
+        {"other": sparse(True, {"b": GRADIENTS["b"]})},
+        V,
+        "`other` must be a sum with parts",
+    ),
+    (
+        "public_data.clip_sparsified(merge)",
+        {"other": dataclasses.replace(sparse(True), kept={"b": jnp.ones(3, bool), "w": None})},
+        V,
+        "`other` must be a sum of which is kept",
+    ),
+    (
+        "public_data.clip_preconditioned",
+        {"preconditioner": None, "per_example": GRADIENTS["w"]},
+        T,
+        "`preconditioner` must be an array, but got None",
+    ),
+    (
+        "public_data.clip_preconditioned",
+        {"preconditioner": {"b": None, "w": PARAMS["w"]}},
+        T,
+        "`preconditioner['b']` must be an array",
+    ),
     (
         "public_data.clip_preconditioned",
         {"preconditioner": GRADIENTS},
@@ -361,6 +426,18 @@ ROWS = [
         {"second_moments": {"w": "v"}},
         T,
         "`second_moments['w']` must be",
+    ),
+    (
+        "public_data.inverse_root",
+        {"second_moments": {"w": jnp.ones(3, int)}},
+        T,
+        "`second_moments['w']` must be a floating array",
+    ),
+    (
+        "public_data.inverse_root",
+        {"second_moments": (jnp.ones(2), jnp.array([1.0, -1.0]))},
+        V,
+        "`second_moments[1]` must be at least 0 everywhere",
     ),
     ("relu_regression.fit", {"x": X.astype(int)}, T, "`x` must be a floating array"),
     ("relu_regression.fit", {"y": jnp.ones(39)}, V, "`y` must be of shape (40,), as the plan has"),

@@ -115,3 +115,20 @@ def test_the_command_runs_as_a_process():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["epsilon"] == pytest.approx(2.382, abs=1e-3)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "[" * 100_000, '"text"'], ids=len)
+def test_a_summary_that_no_run_wrote_is_refused(text, capsys, tmp_path):
+    (tmp_path / "summary.json").write_text(text)
+    status, out, err = run(capsys, f"report {tmp_path} --json")
+    assert (status, out) == (2, "") and "summary.json is not a JSON object" in err
+
+
+@pytest.mark.parametrize("command", ["epsilon --noise-multiplier 1 --delta 1e-5", "--help"])
+def test_output_that_nobody_takes(command):
+    shell = f"{sys.executable} -m jdp._cli {command}"
+    for place, status, message in (("| true", 0, ""), (">/dev/full", 2, "cannot print the result")):
+        line = f"set -o pipefail; {shell} {place}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+        assert done.returncode == status and message in done.stderr
+        assert len(done.stderr.splitlines()) == (1 if message else 0)

@@ -387,7 +387,28 @@ def test_table_stands_beside_what_the_paper_prints(tmp_path, monkeypatch):
     full = gep_table.Args(dataset="svhn_cropped", full=True)
     own = gep_table.arguments(full, ("gep",), 8.0, tmp_path)
     assert (own.epochs, own.delta, own.refresh_every, own.num_public) == (20, 1e-6, 1, 0)
+    paper = gep_table.Args(dataset="cifar10", full=True)
+    assert gep_table.arguments(paper, ("gep",), 8.0, tmp_path).rank == 2_000
     pate = gep_table.arguments(full, ("pate",), 5.0, tmp_path)
     assert (pate.queries, pate.anchors, pate.delta) == (600, "in-distribution", 1e-6)
     setting = gep.setting(own, "gep", 604_388, "resnet20")
     assert (setting.steps, setting.clip_norms, setting.groups) == (12_088, (10.0, 2.0), 5)
+
+
+@pytest.mark.slow
+def test_table_takes_public_images_and_labels(tmp_path):
+    np.save(tmp_path / "own.npy", np.random.RandomState(0).randint(256, size=(30, 8, 8)))
+    args = gep_table.Args(dataset="digits", methods=("adadps", "pate"), epsilons=(8.0,), seed=0)
+    given = {"anchors": str(tmp_path / "own.npy"), "num_public": 100, "seeds": 1}
+    args = dataclasses.replace(args, out=tmp_path / "run", **given)
+    gep_table.main(args)
+    rows = json.loads((tmp_path / "run/summary.json").read_text())["methods"]
+    assert rows["adadps"]["public_data"] == "100 in-distribution, with labels"
+    assert "in-distribution, no labels" in rows["pate"]["public_data"]
+    shared = rows["adadps"]["budgets"][0]["shared"]
+    assert shared["anchors"].startswith("30 ") and "; 1,347 private, 100 public" in shared["data"]
+    own = gep_table.arguments(args, ("gep",), 8.0, tmp_path)
+    assert (own.anchors, own.num_anchors) == (given["anchors"], None)
+    np.save(tmp_path / "own.npy", np.zeros((30, 8, 8)))  # another file under the same path
+    with pytest.raises(UsageError, match="anchors_check was"):
+        gep_table.main(args)

@@ -3,11 +3,14 @@
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
 
-from experiments import gep, pate
+import jdp
+from experiments import _pate, gep, models, pate
 from experiments._methods import METHODS, PateSetting, budget
 from experiments._run import UsageError
 
@@ -36,6 +39,8 @@ def test_a_student_learns_from_noisy_labels(run):
     text = (out / "report.txt").read_text()
     assert "labels of at most 60 of 60 queries" in text and "20 teachers" in text
     assert "replace-one" in text
+    assert "60 of 200 in-distribution, no labels" in text
+    assert "pate: 60 queries answered, run by run." in text
     setting = json.loads((out / "summary.json").read_text())["methods"]["pate"]["setting"]
     assert (setting["teachers"], setting["steps"], setting["learning_rate"]) == (20, 60, 0.1)
 
@@ -57,12 +62,34 @@ def test_it_is_taken_up_and_stands_in_the_table_of_the_others(run, monkeypatch):
         pate.main(dataclasses.replace(args, teachers=30))
 
 
-@pytest.mark.slow
-def test_without_an_answer_the_student_is_untaught(tmp_path):
+def test_without_an_answer_the_student_is_untaught(tmp_path, monkeypatch):
+    ask = jdp.pate.noisy_labels
+
+    def refuse(key, votes, plan, **options):
+        labels, answered = ask(key, votes, plan, **options)
+        return jdp.pate.NoisyLabels(jnp.full_like(labels, -1), jnp.zeros_like(answered))
+
+    monkeypatch.setattr(jdp.pate, "noisy_labels", refuse)
     args = dataclasses.replace(DIGITS, smoke=True, threshold=10.0, answers=3, out=tmp_path)
     row = pate.main(args)["methods"]["pate"]
-    assert np.isfinite(row["test_accuracy_mean"])
-    assert "labels of at most 3 of 20 queries" in (tmp_path / "report.txt").read_text()
+    assert row["test_accuracy_mean"] < 0.35
+    text = (tmp_path / "report.txt").read_text()
+    assert "labels of at most 3 of 60 queries" in text
+    assert "pate: 0 queries answered" in text and "\nstays as it was initialised" in text
+
+
+def test_a_student_without_a_label_is_the_one_that_was_initialised():
+    model = models.build("mlp", (8, 8, 1))
+    setting = PateSetting(steps=3, batch_size=4, weight_decay=0.1)
+    fit = _pate.make_fit(setting, model)
+    images, labels = jnp.ones((5, 8, 8, 1)), jnp.array([-1, 2, -1, -1, -1])
+    key = jax.random.key(0)
+    first = model.init(jax.random.split(key)[0])
+    untaught = fit(key, images, jnp.full(5, -1), jnp.zeros(5, bool))
+    for new, old in zip(jax.tree.leaves(untaught), jax.tree.leaves(first), strict=True):
+        np.testing.assert_array_equal(new, old)
+    taught = fit(key, images, labels, labels >= 0)
+    assert model.logits(taught, images).argmax(-1).tolist() == [2] * 5
 
 
 @pytest.mark.parametrize(

@@ -130,3 +130,13 @@ def test_no_public_name_is_a_module():
     public = {name for name in vars(jdp) if not name.startswith("_")}
     functions = {name for name in public if callable(getattr(jdp, name))}
     assert not functions & set(MODULES)
+
+
+def test_assertions_protect_nothing():
+    """An interpreter with -O has none of them: they only tell the type checker what is known."""
+    experiments = PACKAGE.parent / "experiments"
+    for path in [*PACKAGE.glob("*.py"), *experiments.glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert):
+                text = ast.unparse(node.test)
+                assert text.endswith(" is not None") or text.startswith("isinstance("), path

@@ -50,7 +50,6 @@ def test_smoke_run_is_complete_and_taken_up_again(smoke, monkeypatch):
     spent = {row["method"]: row["epsilon_spent"] for row in summary["rows"]}
     assert spent["public-only"] == 0 and 1.98 <= spent["dp-sgd"] <= 2
     assert all(len(row["trials"]) == 2 and len(row["runs"]) == 2 for row in summary["rows"])
-    assert 0 <= summary["unprotected_share_outside"]["300"] < 0.5
     monkeypatch.setattr(linear_probe, "make_train", lambda *_: pytest.fail("trained again"))
     assert linear_probe.main(dataclasses.replace(SMOKE, out=out)) == brief
     with pytest.raises(UsageError, match="num_public was 50, now 60|seed was 1, now 2"):
@@ -65,12 +64,36 @@ def test_report_table_and_picture_come_from_the_summary(smoke, tmp_path):
     assert "NOT private against whoever knows the seed" in text
     assert "Not paid for: the search" in text and "(2, 1e-05)-differential privacy" in text
     table = _probe_report.markdown(summary)
+    assert "NOT private, for diagnosis" not in text
     assert "| method | epsilon 2 | knows of the public examples | CPU seconds a run |" in table
     for method in SMOKE.methods:
         assert f"| {METHODS[method]} |" in table
     (tmp_path / "summary.json").write_text((out / "summary.json").read_text())
     _probe_report.draw(tmp_path)
     assert (tmp_path / "probe.png").read_bytes() == (out / "probe.png").read_bytes()
+
+
+def test_what_private_gradients_show_is_published_where_it_is_asked_for_only(smoke, monkeypatch):
+    out, _ = smoke
+    path, brief = out / "summary.json", _run.read_json(out / "summary.json")
+    assert "unprotected" not in path.read_text() + (out / "results.json").read_text()
+    monkeypatch.setattr(linear_probe, "make_train", lambda *_: pytest.fail("trained again"))
+    asked = dataclasses.replace(SMOKE, out=out, unprotected_share_outside=True)
+    try:
+        linear_probe.main(asked)
+        summary = _run.read_json(path)
+        assert 0 <= summary["unprotected_share_outside"]["300"] < 0.5
+        text = (out / "report.txt").read_text()
+        assert "NOT private, for diagnosis" in text and text == _probe_report.report(summary)
+        assert _probe_report.markdown(summary) == _probe_report.markdown(brief)
+    finally:  # the folder as the other tests know it
+        linear_probe.main(dataclasses.replace(SMOKE, out=out))
+
+
+def test_the_committed_report_comes_from_the_committed_summary():
+    folder = ROOT / "experiments/results/linear_probe"
+    summary = _run.read_json(folder / "summary.json")
+    assert _probe_report.report(summary) == (folder / "report.txt").read_text()
 
 
 @pytest.mark.slow
@@ -189,6 +212,39 @@ def test_options_that_do_not_fit_the_data_are_named(change, message):
         linear_probe.check_data(dataclasses.replace(args, **change), _features_of())
 
 
+@pytest.mark.parametrize("largest", [0, 60])
+def test_labels_that_are_no_numbers_of_classes_are_named(largest):
+    args = linear_probe.Args(num_public=5, validation=10, batch_size=20, groups=1)
+    features = _features_of()
+    labels = [np.full_like(y, largest) for y in (features.train_labels, features.test_labels)]
+    features = dataclasses.replace(features, train_labels=labels[0], test_labels=labels[1])
+    with pytest.raises(UsageError, match=f"2 classes or more.*but the largest is {largest};"):
+        linear_probe.check_data(args, features)
+
+
+def test_features_of_any_finite_size_have_length_one():
+    features = _features_of()
+    features = dataclasses.replace(features, train=features.train * np.float32(3e38))
+    train = linear_probe.split(features, num_public=5, validation=0).train
+    assert train.dtype == jnp.float32
+    np.testing.assert_allclose(np.linalg.norm(train, axis=1), 1, rtol=1e-6)
+
+
+def test_a_file_that_was_replaced_is_another_one(tmp_path):
+    args = dataclasses.replace(SMOKE, num_public=4, batch_size=20, steps=2, validation=50)
+    args = dataclasses.replace(args, features=tmp_path / "own.npz")
+    features, folder = _features_of(n=300), _run.Folder(tmp_path, "linear_probe")
+    shared = lambda own: linear_probe.Study(args, own, folder).shared  # noqa: E731
+    same = shared(features)
+    change = lambda name: {name: getattr(features, name)[::-1]}  # noqa: E731
+    for name in ("test", "test_labels"):
+        assert shared(dataclasses.replace(features, **change(name))) != same
+    shorter = {"train": features.train[:-1], "train_labels": features.train_labels[:-1]}
+    assert shared(dataclasses.replace(features, **shorter)) != same
+    private = change("train") | change("train_labels")  # nothing of them may be kept
+    assert shared(dataclasses.replace(features, **private)) == same
+
+
 def test_features_of_a_file_and_what_is_wrong_with_it(tmp_path):
     good = dict(zip(_features.NAMES, dataclasses.astuple(_features_of())[:4], strict=True))
     path = tmp_path / "own.npz"
@@ -205,7 +261,18 @@ def test_features_of_a_file_and_what_is_wrong_with_it(tmp_path):
         ({"train": good["train"][:, 0]}, r"train of shape \(60,\)"),
         ({"train": good["train"].astype(int)}, "int64"),
         ({"test": good["test"][:, :2]}, "other features in test"),
-        ({"test": good["test"] * np.nan}, "not finite"),
+        ({"test": good["test"] * np.nan}, "finite in float32, but test has others"),
+        ({"train": good["train"] + np.float64(1e300)}, "finite in float32, but train has others"),
+        ({"train": good["train"][:, :0]}, r"train of shape \(60, 0\)"),
+        (
+            {"train_labels": good["train_labels"].astype(int) + 2**32},
+            "train_labels that are negative, or 2",
+        ),
+        (
+            {"test_labels": good["test_labels"].astype(int) - 2**32},
+            "test_labels that are negative, or 2",
+        ),
+        ({"test_labels": good["test_labels"].astype("u8") + 2**31}, "test_labels that are neg"),
         ({"train_labels": good["train_labels"][:5]}, r"train_labels of shape \(5,\)"),
         ({"test_labels": good["test_labels"] - 1}, "test_labels"),
         ({"test_labels": good["test_labels"].astype(object)}, "with these arrays"),

@@ -10,12 +10,13 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
-from jdp import accounting
+from jdp import Ledger, accounting
 from jdp.accounting import combine_noise_multipliers, privacy_spent
 from jdp.one_visit import (
     DisjointBlocks,
     one_visit_event,
     plan_blocks,
+    pure_event,
     tree_event,
     tree_height,
 )
@@ -142,6 +143,54 @@ def test_the_report_says_how_records_are_visited():
 
 
 ONE = {"epsilon": 1.0, "delta": DELTA}
+SECRET_ORDER = {"adjacency": "replace-one", "shuffling": True}
+EVERY_KIND = {
+    "full batches": (4_000, 4_000, 7, {}),
+    "one pass": (4_000, 500, None, {}),
+    "passes": (4_000, 500, 24, {"adjacency": "replace-one"}),
+    "private threshold": (4_000, 500, None, {"threshold_rows": 500}),
+    "same rows": (4_000, 500, None, {"release": "same-rows"}),
+    "tree": (4_000, 500, None, {"release": "tree"}),
+    "shuffled": (4_000, 1, None, SECRET_ORDER),
+    "sparse vector": (4_000, 500, None, {"threshold_rows": 500, "sparse_vector": True}),
+    "sparse vector, many blocks": (4_000, 50, None, {"threshold_rows": 50, "sparse_vector": True}),
+}
+
+
+def pure_curve(epsilon, delta):
+    """Of the worst mechanism that is (epsilon, 0)-DP, the epsilon at this delta."""
+    return math.log(max(1.0, math.exp(epsilon) - delta * (1 + math.exp(epsilon))))
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+@pytest.mark.parametrize("epsilon", [0.2, 1.0, 8.0])
+def test_a_ledger_never_says_less_than_the_plan(kind, epsilon, tmp_path):
+    *sizes, options = EVERY_KIND[kind]
+    plan = plan_blocks(*sizes, epsilon=epsilon, delta=DELTA, **options)
+    with Ledger(tmp_path) as ledger:
+        ledger.open_segment("mine", plan, {})
+        ledger.charge("mine", plan, stop=1)
+        ledger.charge("mine", plan, stop=plan.steps)
+        own = ledger.spent("mine")
+        spent = {delta: ledger.spent(delta=delta).epsilon for delta in (1e-9, DELTA, 1e-3, 0.1)}
+    assert own.delta == DELTA and own.epsilon >= plan.epsilon * (1 - 1e-12)
+    assert spent[1e-9] > spent[DELTA] >= plan.epsilon * (1 - 1e-12)
+    if "sparse" in kind:
+        for delta, found in spent.items():
+            gaussian = privacy_spent(one_visit_event(plan.noise_multiplier), delta=delta)
+            assert found >= max(pure_curve(epsilon, delta), gaussian.epsilon)
+
+
+@pytest.mark.parametrize("epsilon", [1e-3, 0.05, 1.0, 5.0, 30.0])
+def test_a_pure_mechanism_is_dominated_by_its_event(epsilon):
+    mu = 1 / pure_event(epsilon).noise_multiplier
+    worst = 0.0
+    for other in np.linspace(0, epsilon, 200, endpoint=False):
+        pure = -math.expm1(other - epsilon) / (1 + math.exp(-epsilon))
+        ratio = math.exp(accounting._accountants.gaussian_log_delta(other, mu)) / pure
+        assert ratio >= 1 - 1e-12
+        worst = max(worst, 1 / ratio)
+    assert worst == pytest.approx(1)  # they meet at 0: no larger multiplier would do
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,21 @@ def test_what_is_dropped_may_hold_nothing_that_is_not_finite():
     np.testing.assert_array_equal(_estimate(clipper, matrix), _estimate(clipper, without))
 
 
+def test_sums_of_other_coordinates_are_not_merged():
+    other = jax.tree.map(jnp.logical_not, KEPT)
+    mine, same, theirs = (
+        public_data.clip_sparsified(jdp.clip_by_norm(1.0), kept)(
+            tree_of(rows(["normal"] * ROWS, 3)), MASK
+        )
+        for kept in (KEPT, jax.tree.map(jnp.copy, KEPT), other)
+    )
+    merged = mine.merge(same)
+    np.testing.assert_array_equal(flat(merged.parts[0]), 2 * flat(mine.parts[0]))
+    with pytest.raises(ValueError, match="`other` must be a sum of the same coordinates"):
+        mine.merge(theirs)
+    jax.eval_shape(lambda total: mine.merge(total).parts, theirs)  # traced: not looked at
+
+
 def test_random_coordinates():
     params = {"a": jnp.zeros((40, 50)), "frozen": None, "b": jnp.zeros(3000)}
     draw = jax.jit(lambda key, rate: public_data.random_coordinates(key, params, rate))

@@ -18,8 +18,10 @@ from jdp.relu_regression import (
     Grid,
     PrivateThreshold,
     PublicThreshold,
+    clipped_sum,
     fit,
     plan_blocks,
+    records,
     unprotected_glmtron,
     unprotected_sgd,
 )
@@ -176,6 +178,48 @@ def test_nodes_are_sums_of_their_leaves_with_the_noise_of_the_largest_threshold(
         assert std[t - 1] == pytest.approx(expected, rel=0.04)
 
 
+@pytest.mark.parametrize("leaves, rows", [(1, 90_000), (4, 10_000)])
+def test_nodes_pay_for_the_rounding_of_their_leaves(leaves, rows, monkeypatch):
+    leaf = clipped_sum(
+        jnp.zeros(1),
+        records(jnp.ones((rows, 1)), jnp.ones(rows), Descent()),
+        jnp.ones(rows, bool),
+        0.3,
+        Descent(),
+    )
+    found = []
+    monkeypatch.setattr(
+        tree_aggregation, "add_noise", lambda _, total, *__, **___: found.append(total) or total
+    )
+    state = tree_aggregation.initial_tree(leaves.bit_length(), jnp.zeros(1))
+    with pytest.raises(TypeError):  # what takes the noise's place is no array
+        tree_aggregation.climb(jax.random.key(0), jnp.int32(0), leaf, state, 1.0, "zero-out")
+    assert leaf.rounding > 1e-3
+    assert found[0].rounding > leaf.rounding
+
+
+@pytest.mark.parametrize("name", ["blocks-rarely", "tree"])
+def test_records_of_two_widths_are_brought_to_one(name):
+    plan, threshold, _ = RUNS[name]
+    x, y, _ = data()
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        grid = Grid(np.float64(0.05), 4)
+        if isinstance(threshold, PrivateThreshold):
+            threshold = dataclasses.replace(threshold, grid=grid)
+
+        def run(x, y, descent):
+            options = {"threshold": threshold, "descent": descent}
+            return fit(jax.random.key(0), x, y, plan, **options).weights
+
+        wide = [x.astype(np.float64), y.astype(np.float64)]
+        expected = run(*wide, DESCENT)
+        radius = Descent(2.0, 1.0, jnp.float64(9.0))
+        for own in ([x, wide[1], DESCENT], [wide[0], y, DESCENT], [x, y, radius]):
+            found = run(*own)
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+        assert run(x, wide[1], DESCENT).dtype == jnp.float64
+
+
 @pytest.mark.parametrize("adjacency, factor", [("zero-out", 1.0), ("replace-one", 2.0)])
 def test_noise_is_proportional_to_threshold_and_bound(adjacency, factor):
     plan = plan_blocks(64, 16, noise_multiplier=3.0, delta=DELTA, adjacency=adjacency)
@@ -297,6 +341,7 @@ def test_radius_average_and_decay():
 
 X, Y, _ = data()
 FULL = plan_blocks(N, N, 3, **NO_NOISE)
+PAID = {"epsilon": 1.0, "delta": DELTA}
 BAD = [
     ({"key": 3}, TypeError, "key"),
     ({"x": X[:-1]}, ValueError, "x.*96"),
@@ -336,6 +381,26 @@ BAD = [
         ValueError,
         "finite when",
     ),
+    # The same numbers as concrete arrays.
+    ({"descent": Descent(jnp.float32(-1.0))}, ValueError, "learning_rate"),
+    ({"descent": Descent(1.0, jnp.float32(0.0))}, ValueError, "feature_bound"),
+    ({"threshold": FixedThreshold(jnp.float32(1e13))}, ValueError, "between 1e-12"),
+    (
+        {"descent": Descent(1.0, jnp.float32(math.inf)), "plan": plan_blocks(N, N, **PAID)},
+        ValueError,
+        "feature_bound.*finite when",
+    ),
+    (
+        {"threshold": FixedThreshold(jnp.float32(math.inf)), "plan": plan_blocks(N, N, **PAID)},
+        ValueError,
+        "finite when",
+    ),
+    (
+        {"plan": jdp.plan(N, 8, 3, adjacency="add-remove", **NO_NOISE)},
+        ValueError,
+        "zero-out.*add-remove.*not finite",
+    ),
+    ({"plan": dataclasses.replace(FULL, steps=10**10)}, ValueError, "steps.*10000000000"),
 ]
 
 
@@ -354,6 +419,10 @@ def test_what_does_not_belong_together_is_refused(change, error, message):
         (lambda: Descent(math.inf), ValueError),
         (lambda: Descent(1.0, -1.0), ValueError),
         (lambda: FixedThreshold(0.0), ValueError),
+        (lambda: FixedThreshold(jnp.float32(-1.0)), ValueError),
+        (lambda: PrivateThreshold(share=jnp.float32(7.0)), ValueError),
+        (lambda: PrivateThreshold(share=jnp.ones((), jnp.bfloat16)), TypeError),
+        (lambda: PublicThreshold(X, Y, quantile=jnp.float32(0.0)), ValueError),  # pyright: ignore
         (lambda: Descent(gradient="false"), ValueError),  # pyright: ignore
         (lambda: Grid(0.0), ValueError),
         (lambda: Grid(1.0, 0), ValueError),

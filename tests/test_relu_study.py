@@ -10,10 +10,20 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import _relu_data, _relu_methods, _relu_parts, _relu_tables, relu_regression
+from experiments import (
+    _relu_data,
+    _relu_methods,
+    _relu_parts,
+    _relu_report,
+    _relu_tables,
+    _run,
+    relu_regression,
+)
 from experiments._relu_methods import METHODS, refused, run
 from experiments._run import UsageError
+from jdp.relu_regression import Fit
 
+DELTA = 1e-3
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = relu_regression.Args(parts=("risk",), methods=("dp-gd-glmtron",), smoke=True)
 
@@ -38,6 +48,8 @@ def test_every_method_has_as_many_settings():
     private = {name: len(own.grid()) for name, own in METHODS.items() if own.private}
     assert set(private.values()) == {30}
     assert all(len(set(own.grid())) == len(own.grid()) for own in METHODS.values())
+    counts = {"settings": {name: len(METHODS[name].grid()) for name in ("dp-sgd", "sgd")}}
+    assert _relu_report._settings(counts) == "30 settings a method (15 of sgd)"
 
 
 @pytest.mark.parametrize("method", ["dp-pgd-surrogate", "dp-glmtron"])
@@ -79,6 +91,7 @@ def test_smoke_run_resumes_and_draws_from_its_summary(tmp_path, monkeypatch):
     assert files == {"results.json", "summary.json", "report.txt", "risk-d10.png"}
     report = (tmp_path / "report.txt").read_text()
     assert "dp-gd-glmtron" in report and "gaussian, d = 10, N = 300" in report
+    assert "number: 30 settings a method, on" in report
     monkeypatch.setattr(relu_regression, "cell", lambda *_: pytest.fail("ran again"))
     assert relu_regression.main(args)["risk"] == brief["risk"]
     with pytest.raises(UsageError, match="seed was 0, now 5"):
@@ -104,6 +117,46 @@ def test_slopes_are_fitted_where_each_regime_holds():
     assert np.exp(found[2.0, "statistics"]["intercept"]) == pytest.approx(0.15)
     assert -2.05 < found[0.1, "privacy"]["slope"] < -1.5
     assert 1_000 not in found[0.1, "privacy"]["sizes"]  # no better than w = 0
+    found[0.1, "privacy"] |= {"sizes": [10_000, 100_000]}
+    summary = {"slopes": list(found.values())}
+    text = "\n".join(_relu_report._slopes(summary))
+    assert "fit to 4 sizes: N = 1,000" in text and "through 2 sizes, no fit: N = 10,000" in text
+    assert "N^-1.00 (standard error 0.00; fit" in text
+    table = "\n".join(_relu_tables._slopes(summary))
+    assert "| dp | - | -1.00 ± 0.00 (10, 2, 4) |" in table  # of two sizes there is none
+
+
+def test_the_stall_part_shows_what_a_heavy_tail_does_to_means(tmp_path, monkeypatch):
+    monkeypatch.setattr(_relu_parts, "STALL_SIZES", (400,))
+    monkeypatch.setattr(_relu_parts, "_from_zero", lambda *_: {})
+    monkeypatch.setattr(_relu_parts, "STALL_STEPS", 4)
+    monkeypatch.setattr(_relu_parts, "STALL_DRAWS", 1)
+    monkeypatch.setattr(_relu_parts, "STALL_GRID", ((5.0, 0.1),))
+    found = _relu_parts.stall(_run.Folder(tmp_path, "relu_regression"), 1, 0, DELTA)
+    assert found["runs_n400"] == 20
+    least = 10 * np.median(found["surrogate_runs_n400"])
+    for gradient in ("true", "surrogate", "switch"):
+        risks = np.array(found[f"{gradient}_runs_n400"])
+        assert found[f"private_{gradient}_median_n400"] == pytest.approx(np.median(risks), 0.01)
+        assert found[f"share_of_{gradient}_runs_stuck_n400"] == np.mean(risks > least)
+    printed = "\n".join(_relu_report._stall({"stall": found}))
+    table = "\n".join(_relu_tables._stall({"stall": found}))
+    assert "private_true_median_n400" in printed and "_true_runs_stuck_n400" in printed
+    assert table.count("N = 400: median") == 3
+    assert table.count("above ten times the surrogate's median, true gradient, N = 400") == 1
+
+
+def test_the_published_setting_says_which_private_thresholds_are_refused(tmp_path, monkeypatch):
+    still = lambda _, x, *__, **___: Fit(x[0], x[:1], x[0])  # noqa: E731
+    monkeypatch.setattr(_relu_parts, "fit", still)
+    folder = _run.Folder(tmp_path, "relu_regression")
+    rows = _relu_parts.paper(folder, 200, (1.0, 5.0), 1e-3, 1, 0)
+    text = "\n".join(_relu_report._paper({"paper": rows}))
+    several, once = "dp-mbglmtron, threshold 0.4", "dp-mbglmtron, threshold 0.4, one pass"
+    assert f"{several}: a private threshold of 32 rows is refused at epsilon 1, 5:" in text
+    assert f"{once}: a private threshold of 32 rows is refused" not in text  # less noise
+    table = "\n".join(_relu_tables._paper({"paper": rows}))
+    assert f"| {several}: a private threshold of 32 rows instead | refused | refused |" in table
 
 
 def test_methods_are_compared_within_a_cell_and_on_the_same_data():
@@ -120,7 +173,7 @@ def test_methods_are_compared_within_a_cell_and_on_the_same_data():
     assert "shuffled" not in text
 
 
-def test_tables_fall_back_to_what_scikit_learn_has(tmp_path, capsys):
+def test_tables_fall_back_to_what_scikit_learn_has(tmp_path, capsys, monkeypatch):
     args = relu_regression.Args(
         parts=("tables",),
         methods=("dp-gd-glmtron",),
@@ -137,6 +190,15 @@ def test_tables_fall_back_to_what_scikit_learn_has(tmp_path, capsys):
     assert {row["table"] for row in rows} == {"diabetes"}
     assert all(row["mean"] < 1 for row in rows)
 
+    # Another table of the same shape is not taken for this one.
+    def other(name, folder=None, load=_relu_data.table):
+        found = load(name, folder)
+        return found and dataclasses.replace(found, digest="other")
+
+    monkeypatch.setattr(_relu_data, "table", other)
+    with pytest.raises(UsageError, match="digest was"):
+        relu_regression.main(args)
+
 
 def test_a_table_is_read_and_scaled_by_its_public_rows(tmp_path):
     import lzma
@@ -146,10 +208,17 @@ def test_a_table_is_read_and_scaled_by_its_public_rows(tmp_path):
         f"{i},{v:.3f},{i / 10}" for i, v in enumerate(rng.normal(size=500))
     ]
     lines[7] = "6,,0.6"
-    with lzma.open(tmp_path / "power_plant_ccpp.csv.xz", "wt") as file:
-        file.write("\n".join(lines) + "\n")
-    table = _relu_data.table("power-plant", tmp_path)
-    assert table is not None
+
+    def read():
+        with lzma.open(tmp_path / "power_plant_ccpp.csv.xz", "wt") as file:
+            file.write("\n".join(lines) + "\n")
+        table = _relu_data.table("power-plant", tmp_path)
+        assert table is not None
+        return table
+
+    table = read()
+    lines[8] = lines[8] + "1"
+    assert read().source == table.source and read().digest != table.digest
     assert [len(part) for part in (table.public_y, table.y, table.test_y)] == [50, 360, 90]
     assert table.x.shape == (360, 3) and np.all((table.y >= 0) & (table.y <= 1))
     np.testing.assert_allclose(table.public_x[:, :2].mean(0), 0, atol=0.1)
@@ -165,6 +234,13 @@ def test_a_table_is_read_and_scaled_by_its_public_rows(tmp_path):
         ({"epsilons": (0.0,)}, "--epsilons"),
         ({"sizes": (10,)}, "--sizes"),
         ({"delta": 0.1}, "--delta"),
+        ({"delta": 0.0, "parts": ("tables",)}, "--delta"),
+        ({"delta": 2e-5, "parts": ("stall",)}, "--delta must be at most 1 / 100,000 .*stall"),
+        ({"parts": ("paper",), "paper_size": 200_000}, "--delta .*paper"),
+        ({"parts": ("tables",), "tables": ("diabetes",), "delta": 0.01}, "--delta .*diabetes"),
+        ({"epsilons": (1.0, 1.0)}, "--epsilons must be different"),
+        ({"sizes": (300, 300)}, "--sizes must be different"),
+        ({"dimensions": (10, 10)}, "--dimensions must be different"),
         ({"seeds": 0}, "--seeds"),
     ],
 )

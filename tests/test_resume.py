@@ -2,6 +2,9 @@
 
 import contextlib
 import dataclasses
+import errno
+import json
+import logging
 import os
 import pathlib
 import random
@@ -20,14 +23,14 @@ import pytest
 import jdp
 from experiments import _run, gep
 from experiments._run import UsageError
-from jdp import _queries, _store
+from jdp import _queries, _store, checkpoints
 from jdp.ledger import Ledger
 
 ROOT = pathlib.Path(__file__).parents[1]
 X = jax.random.normal(jax.random.key(1), (60, 4))
 PLAN = jdp.plan(num_examples=60, batch_size=20, steps=6, noise_multiplier=1.0, delta=1e-3)
 KEYS = jax.random.split(jax.random.key(5))
-OTHERS = jax.random.split(jax.random.key(6))
+OTHERS = tuple(jax.random.split(jax.random.key(6)))
 
 
 class Killed(Exception):
@@ -228,6 +231,62 @@ def test_queries_are_described_without_any_hash_of_the_data():
         _queries.describe(PLAN, step, begin(KEYS), "", {})
 
 
+def _noise_key_outside(key=KEYS[0], wrap=lambda step: step):
+    """A step that draws noise of a key that is not in the state, though two others are."""
+    grad = jdp.clipped_grad(_loss, jdp.clip_by_norm(1.0))
+
+    def step(i, state):
+        w, sampling, other = state
+        rows, mask = PLAN.batch(sampling, i)
+        total = grad(w, X[rows], mask=mask)
+        return w - jdp.add_noise(jax.random.fold_in(key, i), total, 1.0) / 20, sampling, other
+
+    return lambda keys: (jnp.zeros(4), *keys), wrap(step)
+
+
+def _in_a_scan(step):
+    def body(state, i):
+        return step(i, state), None
+
+    return lambda i, state: jax.lax.scan(body, state, jnp.array([i]))[0]
+
+
+def _in_a_branch(step):
+    return lambda i, state: jax.lax.cond(i > 0, lambda s: step(i, s), lambda s: s, state)
+
+
+WRAPS = {"plain": lambda step: step, "jit": jax.jit, "scan": _in_a_scan, "cond": _in_a_branch}
+WRAPS["remat"] = jax.checkpoint
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_key_outside_of_the_state_is_refused(wrap, tmp_path):
+    begin, step = _noise_key_outside(wrap=WRAPS[wrap])
+    text = str(jax.make_jaxpr(step)(0, begin(OTHERS)))
+    with Ledger(tmp_path) as ledger:
+        for program in (step, text):
+            with pytest.raises(ValueError, match="keys are all in its state.* closes over a key"):
+                jdp.ResumableRun(ledger, PLAN, begin(OTHERS), program, data="x")
+        assert ledger.length == 0 and not (tmp_path / "checkpoints").exists()
+        good = WRAPS[wrap](PROGRAM[1])
+        for program in (good, str(jax.make_jaxpr(good)(0, PROGRAM[0](KEYS)))):
+            assert _queries.program_text(program, PROGRAM[0](KEYS))
+
+
+SCALARS = (np.float64, np.float32, jnp.float32, np.array, jnp.array, jnp.bfloat16, int)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "jit", "scan"])
+@pytest.mark.parametrize("scalar", SCALARS, ids=lambda kind: kind.__name__)
+def test_numbers_that_a_step_closes_over_are_compared_by_value(scalar, wrap):
+    def text(value):
+        value = scalar(value)
+        step = WRAPS[wrap](lambda i, state: (state[0] * value, *state[1:]))
+        return _queries.program_text(step, (jnp.zeros(4), *KEYS))
+
+    assert text(1) == text(1) != text(3)
+
+
 def test_keys_are_on_disk_before_anything_is_charged_and_nobody_else_may_read_them(tmp_path):
     begin, step = PROGRAM
     with Ledger(tmp_path) as ledger:
@@ -235,13 +294,24 @@ def test_keys_are_on_disk_before_anything_is_charged_and_nobody_else_may_read_th
         assert ledger.segments("run")[-1].charged == 0
         folder = tmp_path / "checkpoints" / "run"
         assert [path.name for path in folder.iterdir() if path.name.isdigit()] == ["0"]
-        for path in [folder, *folder.rglob("*")]:
+        for path in [folder.parent, folder, *folder.rglob("*")]:
             mode = 0o700 if path.is_dir() else 0o600
             assert stat.S_IMODE(path.stat().st_mode) == mode, path
         run.discard()
         assert not folder.parent.exists()
         with pytest.raises(ValueError, match="Make another ResumableRun"):
             next(run.chunks(2))
+
+
+def test_folders_of_checkpoints_are_closed_under_any_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        _train(tmp_path, keys=KEYS)
+    finally:
+        os.umask(before)
+    folder = tmp_path / "checkpoints"
+    folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
 
 
 def test_only_the_last_few_are_kept_and_notes_come_back(tmp_path):
@@ -280,6 +350,21 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before(killed, whole):
         end = _train(killed)
     np.testing.assert_array_equal(end[-1], whole[-1])
     assert _spent(killed) == PLAN.spent
+
+
+@pytest.mark.parametrize("edit", ["step", "notes", "no check"])
+def test_a_checkpoint_whose_description_was_altered_gives_way_too(edit, killed, whole):
+    with pytest.raises(Killed):
+        _train(killed, kill_at=4)
+    file = _checkpoints(killed)[-1] / "about" / "metadata"
+    about = json.loads(file.read_text())
+    assert (about["step"], about["notes"]) == (4, {})
+    change = {"step": {"step": 3}, "notes": {"notes": {"x": 1}}}.get(edit, {})
+    kept = {name: value for name, value in about.items() if (edit, name) != ("no check", "check")}
+    file.write_text(json.dumps(kept | change))
+    with pytest.warns(UserWarning, match="check sum.* one before"):
+        end = _train(killed)
+    np.testing.assert_array_equal(end[-1], whole[-1])
 
 
 def test_without_a_checkpoint_that_can_be_read_nothing_is_lost_from_the_account(killed):
@@ -328,6 +413,34 @@ def test_a_full_disk_leaves_checkpoints_and_ledger_intact(killed, whole):
     assert _spent(killed) == PLAN.spent
 
 
+def test_a_full_disk_is_said_to_be_full(tmp_path, monkeypatch):
+    begin, step = PROGRAM
+    with Ledger(tmp_path) as ledger:
+        run = jdp.ResumableRun(ledger, PLAN, begin(KEYS), step, data="x", save_every=0)
+        text = f"RESOURCE_EXHAUSTED: Failed to write: {os.strerror(errno.ENOSPC)} [os_error_code]"
+
+        def full(*_, **__):
+            raise ValueError(text)
+
+        monkeypatch.setattr(run._store._manager, "save", full)
+        with pytest.raises(
+            OSError, match=r"cannot write .*/run: disk full\. Earlier.* make room, "
+        ):
+            for _ in run.chunks(2):
+                run.state = (*run.state[:2], run.state[2])
+
+
+def test_errors_of_orbax_are_logged_for_who_debugs_only():
+    error = (OSError, OSError(), None)
+    for path, info, shown in (
+        ("orbax/future.py", error, False),
+        ("orbax/future.py", None, True),
+        ("jdp/x.py", error, True),
+    ):
+        record = logging.LogRecord("absl", logging.ERROR, path, 1, "failed", (), info)
+        assert _run._is_no_traceback_of_orbax(record) == shown
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -368,6 +481,79 @@ def test_misuse_of_the_loop_is_refused(tmp_path):
             jdp.ResumableRun(
                 ledger, PLAN, (*begin(KEYS), 1.0), lambda i, s: s, data="x", as_new=True
             )
+
+
+@pytest.mark.parametrize("when", ["before the loop", "in a chunk"])
+def test_a_second_run_of_one_name_ends_the_first(when, tmp_path):
+    begin, step = PROGRAM
+    with Ledger(tmp_path) as ledger:
+        own = {"data": "x", "save_every": 0.0}
+        first = jdp.ResumableRun(ledger, PLAN, begin(KEYS), step, **own)
+        chunks = first.chunks(2)
+        if when == "in a chunk":
+            for _ in range(2):
+                taken = jax.lax.fori_loop(*next(chunks), step, first.state)
+                first.state = taken
+        other = _program(rate=2.0)[1]
+        second = jdp.ResumableRun(ledger, PLAN, begin(OTHERS), other, as_new=True, **own)
+        before = ledger.path.read_bytes()
+        with pytest.raises(ValueError, match="Make another|the newest of its name"):
+            next(chunks)
+        assert ledger.path.read_bytes() == before
+        for start, stop in second.chunks(2):
+            second.state = jax.lax.fori_loop(start, stop, other, second.state)
+        segments = [(own.start, own.charged) for own in ledger.segments("run")]
+        assert segments == ([(0, 4), (2, 6)] if when == "in a chunk" else [(0, 0), (0, 6)])
+        again = jdp.ResumableRun(ledger, PLAN, begin(KEYS), other, data="x")
+        np.testing.assert_array_equal(again.state[0], second.state[0])  # nothing of the first's
+
+
+def test_a_segment_that_another_opened_is_not_paid_from(tmp_path):
+    begin, step = PROGRAM
+    with Ledger(tmp_path) as ledger:
+        run = jdp.ResumableRun(ledger, PLAN, begin(KEYS), step, data="x")
+        ledger.open_segment("run", PLAN, {"rate": "2"}, start=4)
+        before = ledger.path.read_bytes()
+        with pytest.raises(ValueError, match="the newest of its name"):
+            next(run.chunks(2))
+        assert ledger.path.read_bytes() == before
+
+
+def test_what_cannot_be_deleted_is_named(tmp_path, monkeypatch):
+    _train(tmp_path, keys=KEYS)
+    folder = tmp_path / "checkpoints" / "run"
+    unlink = os.unlink
+
+    def refused(path, **options):
+        if os.path.basename(path) == "manifest.ocdbt":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        unlink(path, **options)
+
+    begin, step = PROGRAM
+    with Ledger(tmp_path) as ledger, monkeypatch.context() as patch:
+        run = jdp.ResumableRun(ledger, PLAN, begin(KEYS), step, data="noise, version 1")
+        patch.setattr(os, "unlink", refused)
+        message = (
+            f"cannot delete .*manifest.ocdbt.*: Permission denied.* {folder} still has the sec"
+        )
+        for discard in (run.discard, lambda: checkpoints.discard(tmp_path)):
+            with pytest.raises(PermissionError, match=message):
+                discard()
+        left = {path.name for path in folder.rglob("*") if path.is_file()}
+        assert left == {"manifest.ocdbt"}  # all that could be deleted is
+    checkpoints.discard(tmp_path)
+    checkpoints.discard(tmp_path)  # there is nothing left, which is no error
+    assert not folder.parent.exists()
+
+
+def test_notes_that_are_not_plain_are_named(tmp_path):
+    begin, step = PROGRAM
+    with Ledger(tmp_path) as ledger:
+        run = jdp.ResumableRun(ledger, PLAN, begin(KEYS), step, data="x", save_every=0)
+        run.notes["accuracy"] = np.float32(0.5)
+        with pytest.raises(ValueError, match="`run.notes` must be plain values"):
+            for _, _ in run.chunks(2):
+                run.state = (*run.state[:2], run.state[2])
 
 
 def test_states_of_many_kinds_come_back(tmp_path):

@@ -79,7 +79,7 @@ STUDIES = {
             (linear_probe, "make_train"): _probe_train,
             (linear_probe._probe_methods, "unprotected_share_outside"): _returns(0.5),
         },
-        {"methods", "epsilons", "seeds", "data_dir", "out", "smoke"},
+        {"methods", "epsilons", "seeds", "data_dir", "out", "smoke", "unprotected_share_outside"},
         {
             "features": ("other.npz", "features"),
             "delta": (1e-6, "delta"),

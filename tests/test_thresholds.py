@@ -93,3 +93,35 @@ def test_reasonable_private_thresholds_are_accepted():
     for epsilon, rows in ((0.05, 600), (0.5, 75), (1.0, 40)):
         z = plan_blocks(9_999, 1, epsilon=epsilon, delta=DELTA).noise_multiplier
         PrivateThreshold(Grid(0.01, 8), share=0.1).check(rows, float(z), "zero-out")
+
+
+@pytest.mark.parametrize("mechanism", ["histogram", "sparse-vector"])
+def test_a_share_that_is_an_array_is_no_way_around_the_refusal(mechanism):
+    options = {"epsilon": 0.5, "delta": DELTA, "threshold_rows": 32}
+    plan = plan_blocks(96, 32, **options, sparse_vector=mechanism == "sparse-vector")
+    x, y = jnp.zeros((96, D)), jnp.zeros(96)
+
+    def run(share):
+        threshold = PrivateThreshold(share=share, mechanism=mechanism)
+        return fit(jax.random.key(0), x, y, plan, threshold=threshold, descent=DESCENT)
+
+    for call in (run, jax.jit(run)):  # traced, it is taken for the most lenient one
+        with pytest.raises(ValueError, match="threshold_rows.*at least"):
+            call(jnp.float32(0.1))
+    threshold = PrivateThreshold(share=jnp.float32(0.5))
+    with pytest.raises(ValueError, match="at least 13"):
+        threshold.check(12, 0.9, "zero-out")
+    threshold.check(13, 0.9, "zero-out")
+
+
+def test_more_rows_than_float32_counts_are_refused():
+    def count(rows):
+        magnitudes = jax.ShapeDtypeStruct((rows,), jnp.float32)
+        mask = jax.ShapeDtypeStruct((rows,), jnp.bool)
+        return jax.eval_shape(PrivateThreshold().count, magnitudes, mask)
+
+    assert count(2**24).rows == 2**24
+    with pytest.raises(ValueError, match="threshold_rows.*at most 16,777,216"):
+        count(2**24 + 1)
+    with pytest.raises(ValueError, match="threshold_rows.*at most 16,777,216"):
+        PrivateThreshold().check(2**24 + 1, 1.0, "zero-out")
