@@ -210,7 +210,8 @@ def is_array(value: Any) -> bool:
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return True
     dtype = getattr(value, "dtype", None)
-    numeric = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.number) or dtype == bool
+    kinds = (jnp.number, jnp.bool_)
+    numeric = isinstance(dtype, np.dtype) and any(jnp.issubdtype(dtype, kind) for kind in kinds)
     return numeric and isinstance(getattr(value, "shape", None), tuple)
 
 

@@ -42,6 +42,10 @@ def group_leaves(params: Params, num_groups: int) -> PyTree:
     if not paths:
         remedy = "Pass the parameters of the model."
         _check.fail("params", "a pytree with at least one array", params, remedy)
+    for path, leaf in paths:
+        if not _check.is_array(leaf) and not _check.is_static_number(leaf):
+            name = f"params{jax.tree_util.keystr(path)}"
+            _check.fail(name, "an array", leaf, "Pass the parameters of the model.", TypeError)
     parents = [jax.tree_util.keystr(path[:-1]) if len(path) > 1 else str(path) for path, _ in paths]
     sizes: dict[str, int] = {}
     for parent, (_, leaf) in zip(parents, paths, strict=True):

@@ -87,7 +87,7 @@ def merge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
     [[1. 1.]
      [0. 3.]]
     """
-    _check_scale(scale)
+    scale = _scale(scale)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     shapes = {_name(path): _shape(leaf) for path, leaf in leaves}
     pairs = isinstance(adapters, Mapping) and all(
@@ -140,12 +140,12 @@ def unmerge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
     [[1. 0.]
      [0. 1.]]
     """
-    _check_scale(scale)
-    return merge(params, adapters, -scale)
+    return merge(params, adapters, -_scale(scale))
 
 
-def _check_scale(scale: Any) -> None:
+def _scale(scale: Any) -> Scalar:
     _check.number("scale", scale, traced=True, remedy="It is alpha / rank; 1.0 is usual.")
+    return scale if isinstance(scale, jax.Array) else float(scale)
 
 
 def token_length(adapters: PyTree) -> int:

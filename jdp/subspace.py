@@ -311,10 +311,9 @@ def bases_from_rows(
     for leaf, group in zip(leaves, groups, strict=True):
         sizes[group] += math.prod(leaf.shape[1:])
     known = isinstance(rows, Sequence) and all(map(_check.is_floating, rows))
-    got = [jnp.shape(matrix)[1:] for matrix in rows] if known else rows
-    if got != [(size,) for size in sizes]:
-        expected = f"matrices with {sizes} columns, one for each group"
-        _check.fail("rows", expected, got, "Flatten the leaves side by side.")
+    if not known or [matrix.shape[1:] for matrix in rows] != [(size,) for size in sizes]:
+        expected = f"floating matrices with {sizes} columns, one for each group"
+        _check.fail("rows", expected, rows, "Flatten the leaves side by side.")
     used = [0] * len(rows)
     split = []
     for leaf, group in zip(leaves, groups, strict=True):

@@ -1,5 +1,5 @@
 """One call that works of everything public in jdp; `test_bad_input.py` and
-`test_bad_values.py` make them wrong.
+`test_bad_input_grid.py` make them wrong.
 
 Private arguments are passed as tracers, so that nothing which is raised can depend on their values.
 """

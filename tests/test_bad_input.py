@@ -550,7 +550,12 @@ ROWS = [
     ("subspace.public_bases", {"ranks": (1,)}, T, "`ranks` must be one rank for each of the 2"),
     ("subspace.public_bases", {"groups": (0, 2)}, V, "`groups` must be labels 0, 1, ..., one for"),
     ("subspace.public_bases", {"whitening": 2.0}, V, "`whitening` must be a finite number >= 0"),
-    ("subspace.bases_from_rows", {"rows": [jnp.ones((2, 8))]}, V, "`rows` must be matrices with"),
+    (
+        "subspace.bases_from_rows",
+        {"rows": [jnp.ones((2, 8))]},
+        V,
+        "`rows` must be floating matrices",
+    ),
     ("subspace.bases_from_rows", {"groups": (0,)}, V, "`groups` must be labels 0, 1, ..., one"),
     ("subspace.orthonormalize", {"rows": jnp.ones((4, 3))}, V, "`rows` must be of shape (k, p),"),
     ("subspace.principal_axes", {"anchors": jnp.ones((4, 2))}, V, "`anchors` must be of shape"),
