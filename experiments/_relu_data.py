@@ -134,7 +134,7 @@ def table(name: str, folder: pathlib.Path | None = None) -> Table | None:
             raise UsageError(
                 f"{path} is not the table {name}; bring it back, or leave it out of --tables"
             ) from error
-    digest = hashlib.sha256(np.ascontiguousarray(np.column_stack([x, y]))).hexdigest()
+    digest = hashlib.sha256(np.column_stack([x, y]).tobytes()).hexdigest()
     order = np.random.RandomState(0).permutation(len(y))
     x, y = x[order], y[order]
     public = min(NUM_PUBLIC, len(y) // 10)

@@ -75,9 +75,11 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "gep": TUNED_GEP,
         "public-only": {"steps": 300, "batch_size": 64, "learning_rate": 0.05},
         "sparsified": TUNED_DP_SGD,
-        "dp-adam": TUNED_DP_SGD | {"learning_rate": 0.005},
+        "dp-adam": {"steps": 150, "learning_rate": 0.007, "clip_norm": 3.2, "average": 0.9}
+        | {"schedule": "cosine"},
         "dp-adam-bc": TUNED_DP_SGD | {"learning_rate": 0.005, "floor": 0.005},
-        "projected-dp-sgd": TUNED_DP_SGD | MOVING,
+        "projected-dp-sgd": MOVING
+        | {"steps": 150, "learning_rate": 0.063, "clip_norm": 1.8, "average": 0.9},
         "adadps": TUNED_DP_SGD,
         "pda-dpmd": TUNED_DP_SGD,
         "pate": {"steps": 100, "batch_size": 32, "queries": 50},  # for epsilon 1

@@ -59,7 +59,7 @@ def one_visit_event(*noise_multipliers: float, passes: int = 1) -> Event:
     return dpa.SelfComposedDpEvent(dpa.GaussianDpEvent(min(zs)), passes)
 
 
-def pure_event(epsilon: float) -> Event:
+def pure_event(epsilon: float) -> dpa.GaussianDpEvent:
     r"""A Gaussian that dominates every (epsilon, 0)-DP mechanism, under any adjacency.
 
     The trade-off function of pure DP is two lines that meet at $p = 1 / (1 + e^\varepsilon)$. The

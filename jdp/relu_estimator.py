@@ -31,7 +31,7 @@ _fit = jax.jit(fit, static_argnames=("plan", "threshold", "descent"))  # again w
 def _numbers(name: str, value: Any, all_finite: Any = False) -> np.ndarray:
     """The table or column in float64, refused by its type and shape alone: values are private."""
     frame = hasattr(value, "columns")
-    dtypes = list(value.dtypes) if frame else [getattr(value, "dtype", None)]
+    dtypes: list[Any] = list(value.dtypes) if frame else [getattr(value, "dtype", None)]
     if not hasattr(value, "shape") or not all(hasattr(dtype, "kind") for dtype in dtypes):
         value = np.asarray(value)  # a list, or what becomes an array in its own way
         dtypes = [value.dtype]

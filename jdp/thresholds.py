@@ -58,8 +58,7 @@ MOST_ROWS = 2**24  # up to here float32 counts are exact in any order
 
 def known(value: Scalar) -> Scalar:
     """A public number as a plain one where it can be read; one that is traced stays as it is."""
-    scalar = isinstance(value, jax.Array) and value.shape == ()
-    if not scalar or isinstance(value, jax.core.Tracer):
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or value.ndim:
         return value
     floating = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize >= 4
     return float(value) if floating else value  # others are refused by their dtype
