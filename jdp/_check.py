@@ -205,6 +205,20 @@ def path(name: str, value: Any) -> pathlib.Path:
     return pathlib.Path(value)
 
 
+def as_array(name: str, value: Any, expected: str) -> np.ndarray:
+    """Return `value` as a NumPy array, of any dtype.
+
+    Raises:
+      TypeError: it is made of rows of different lengths.
+    """
+    try:
+        return np.asarray(value)
+    except ValueError:
+        got = Words("parts of different shapes")
+        fail(name, expected, got, "Give every row the same length.", TypeError)
+        raise
+
+
 def is_array(value: Any) -> bool:
     """Whether `value` is an array of numbers, booleans or keys, or the shape of one."""
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
@@ -233,7 +247,7 @@ def rows(name: str, tree: Any, what: str, remedy: str) -> int:
       ValueError: there is no array, a leaf is none, or their leading sizes differ.
     """
     leaves = jax.tree.leaves(tree)
-    sizes = {leaf.shape[:1] if is_array(leaf) else () for leaf in leaves}
+    sizes: set[Any] = {leaf.shape[:1] if is_array(leaf) else () for leaf in leaves}
     if len(sizes) != 1 or sizes == {()}:
         kinds = [getattr(leaf, "shape", Words(type(leaf).__name__)) for leaf in leaves]
         dtypes = {str(leaf.dtype) for leaf in leaves if hasattr(leaf, "dtype")}

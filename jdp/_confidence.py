@@ -37,7 +37,7 @@ def _counted(successes: Any, trials: Any, significance: Any) -> np.ndarray:
     remedy = "Count draws, and how often the event happened among them."
     expected = "an integer, or an array of them"
     for name, value in (("trials", trials), ("successes", successes)):
-        if not np.issubdtype(array(name, value, expected).dtype, np.integer):
+        if not np.issubdtype(_check.as_array(name, value, expected).dtype, np.integer):
             _check.fail(name, expected, value, remedy, TypeError)
     if not np.all((0 <= np.asarray(successes)) & (np.asarray(successes) <= trials)):
         _check.fail("successes", "from 0 to trials", successes, remedy)
@@ -50,19 +50,10 @@ def check_significance(value: float) -> None:
     _check.number("significance", value, above=0, below=1, remedy=remedy)
 
 
-def array(name: str, value: Any, expected: str) -> np.ndarray:
-    """The value as an array; rows of different lengths make none."""
-    try:
-        return np.asarray(value)
-    except ValueError:
-        _check.fail(name, expected, value, "Give every row the same length.", TypeError)
-        raise
-
-
 def floats(name: str, value: Any, ndim: int, at_least: int) -> np.ndarray:
     """The value as float64, if it is an array of numbers with enough rows."""
     shape = "a vector" if ndim == 1 else "a matrix with one release a row"
-    value = array(name, value, f"{shape} of numbers")
+    value = _check.as_array(name, value, f"{shape} of numbers")
     numbers = np.issubdtype(value.dtype, np.floating) or np.issubdtype(value.dtype, np.integer)
     if not numbers:
         _check.fail(name, f"{shape} of numbers", value, "Convert it to floats.", TypeError)

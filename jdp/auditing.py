@@ -29,7 +29,7 @@ from jaxtyping import Float
 from scipy import special, stats
 
 from jdp import _check
-from jdp._confidence import MORE, array, check_significance, floats
+from jdp._confidence import MORE, check_significance, floats
 from jdp._confidence import lower_confidence as lower_confidence
 from jdp._confidence import upper_confidence as upper_confidence
 from jdp.one_run import OneRunAudit as OneRunAudit
@@ -231,7 +231,7 @@ def second_half(draws: np.ndarray) -> np.ndarray:
 
 def _count(draws: np.ndarray) -> int:
     expected = "an array with a draw a row"
-    if not array("draws", draws, expected).ndim:
+    if not _check.as_array("draws", draws, expected).ndim:
         _check.fail("draws", expected, draws, MORE, TypeError)
     return len(draws)
 

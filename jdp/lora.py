@@ -220,7 +220,7 @@ def detokenise(tokens: Float[Array, "T length"], like: PyTree) -> PyTree:
     >>> print(lora.detokenise(tokens, like)["up"])
     [[1. 1. 1.]]
     """
-    shape = tokens.shape if _check.is_floating(tokens) else ()
+    shape: Any = tokens.shape if _check.is_floating(tokens) else ()
     if len(shape) != 2 or shape[0] != num_tokens(like, shape[1]):
         expected = "of shape (T, length)"
         if len(shape) == 2:

@@ -113,7 +113,7 @@ def epsilon_one_run(
         remedy = "Score a canary whose score is not finite by infinity, one way or the other."
         _check.fail("scores", "free of NaN", scores, remedy)
     expected = f"booleans of shape {scores.shape}, as scores have it"
-    included = _confidence.array("included", included, expected)
+    included = _check.as_array("included", included, expected)
     if included.dtype != bool or included.shape != scores.shape:
         _check.fail("included", expected, included, "Pass one coin a canary.", TypeError)
     remedy = "Half of them say that a canary was in, half that it was out."

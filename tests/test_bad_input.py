@@ -446,10 +446,11 @@ ROWS = [
     ("relu_regression.fit", {"descent": 0.1}, T, "`descent` must be a Descent"),
     (
         "relu_regression.fit",
-        {"descent": relu_regression.Descent("fast")},
+        {"descent": relu_regression.Descent(jnp.ones(2))},
         T,
         "`learning_rate` must be a",
     ),
+    ("relu_regression.Descent", {"radius": "far"}, T, "`radius` must be a number > 0"),
     ("relu_regression.fit", {"start": jnp.ones(3)}, V, "`start` must be of shape (2,), as x has"),
     ("relu_regression.plan_blocks", {"adjacency": "add-remove"}, V, "`adjacency` must be"),
     (
