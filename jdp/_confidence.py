@@ -44,10 +44,13 @@ def _counted(successes: Any, trials: Any, significance: Any) -> np.ndarray:
     return np.asarray(successes)
 
 
-def check_significance(value: float) -> None:
-    """Refuse a significance that is not in (0, 1)."""
+LEAST = 1e-50  # significance; from 1e-100 on SciPy's quantiles are NaN
+
+
+def check_significance(value: float, least: float = LEAST) -> None:
+    """Refuse a significance that is not below 1 and at least `least`."""
     remedy = "It is the probability of a wrong bound; divide it by the number of bounds you state."
-    _check.number("significance", value, above=0, below=1, remedy=remedy)
+    _check.number("significance", value, at_least=least, below=1, remedy=remedy)
 
 
 def floats(name: str, value: Any, ndim: int, at_least: int) -> np.ndarray:

@@ -20,7 +20,6 @@ chosen on the first half of the draws, and the bound comes from the second half 
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,7 @@ from jaxtyping import Float
 from scipy import special, stats
 
 from jdp import _check
-from jdp._confidence import MORE, check_significance, floats
+from jdp._confidence import LEAST, MORE, check_significance, floats
 from jdp._confidence import lower_confidence as lower_confidence
 from jdp._confidence import upper_confidence as upper_confidence
 from jdp.one_run import OneRunAudit as OneRunAudit
@@ -164,7 +163,7 @@ def mu_many_runs(
 
 
 def _audit(present: Any, absent: Any, delta: float | None, significance: float) -> Audit:
-    check_significance(significance)
+    check_significance(significance, 4 * LEAST)  # it is shared out
     present, absent = (
         floats(name, value, 1, 4) for name, value in (("present", present), ("absent", absent))
     )
@@ -176,7 +175,7 @@ def _audit(present: Any, absent: Any, delta: float | None, significance: float) 
     rest = [np.sort(second_half(value)) for value in (present, absent)]
     thresholds = _candidates(np.sort(np.concatenate(pilots)))
     # The best of many is partly luck, mostly that of rare events; wider intervals discourage it.
-    wide = max(significance**2, sys.float_info.min)
+    wide = max(significance**2, 4 * LEAST)
     options = [
         (_bound(*_counts(pilots, thresholds, above), delta, wide), above) for above in (True, False)
     ]

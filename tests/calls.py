@@ -44,8 +44,9 @@ def clip(make):
 def gradients(make):
     """The function that one makes, on parameters and a batch."""
 
-    def call(params, batch, mask=None, **own):
-        return make(**own)(params, batch, **({} if mask is None else {"mask": mask}))
+    def call(params, batch, **own):
+        mask = {"mask": own.pop("mask")} if "mask" in own else {}
+        return make(**own)(params, batch, **mask)
 
     return call
 

@@ -618,7 +618,7 @@ ROWS = [
         V,
         "`mask` must be of shape (4,),",
     ),
-    ("hypernet.MLPEncoder", {"widths": ()}, V, "`widths` must be a non-empty sequence of integers"),
+    ("hypernet.MLPEncoder", {"widths": ()}, T, "`widths` must be a non-empty sequence of integers"),
     ("hypernet.LinearDecoder", {"num_tokens": 0}, V, "`num_tokens` must be an integer >= 1"),
     ("hypernet.TransformerDecoder", {"heads": 3}, V, "`heads` must be a divisor of the width, 4"),
     ("hypernet.init_training", {"net": None}, T, "`net` must be a Hypernet"),
