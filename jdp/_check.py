@@ -8,7 +8,7 @@ import math
 import numbers
 import os
 import pathlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -131,15 +131,43 @@ def number(
 
 
 def integer(name: str, value: Any, *, at_least: int, at_most: float = math.inf, remedy: str) -> int:
-    """Return `value` as an int if it is a whole number in the range; see `number` for errors."""
+    """Return `value` as an int if it is a whole number in the range; see `number` for errors.
+
+    Beyond 2**53 floats, which accountants compute with, no longer hold every integer.
+    """
     expected = f"an integer >= {at_least}"
-    if math.isfinite(at_most):
+    is_integer = is_static_integer(value)
+    if math.isfinite(at_most) or (is_integer and value > 2**53):
+        at_most = min(at_most, 2**53)
         expected += f" and <= {_number(at_most)}"
-    if not is_static_integer(value):
+    if not is_integer:
         fail(name, expected, value, remedy, TypeError)
     if not at_least <= int(value) <= at_most:
         fail(name, expected, value, remedy)
     return int(value)
+
+
+def instance(name: str, value: Any, kind: type, remedy: str) -> Any:
+    """Return `value` if it is of this class.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIO" else "a"
+        fail(name, f"{article} {kind.__name__}", value, remedy, TypeError)
+    return value
+
+
+def sequence(name: str, value: Any, of: str, remedy: str) -> tuple[Any, ...]:
+    """Return `value` as a tuple if it is a sequence of at least one element, and no text.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        fail(name, f"a non-empty sequence of {of}", value, remedy, TypeError)
+    return tuple(value)
 
 
 class Words(str):
@@ -177,6 +205,58 @@ def path(name: str, value: Any) -> pathlib.Path:
     return pathlib.Path(value)
 
 
+def as_array(name: str, value: Any, expected: str) -> np.ndarray:
+    """Return `value` as a NumPy array, of any dtype.
+
+    Raises:
+      TypeError: it is made of rows of different lengths.
+    """
+    try:
+        return np.asarray(value)
+    except ValueError:
+        got = Words("parts of different shapes")
+        fail(name, expected, got, "Give every row the same length.", TypeError)
+        raise
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array of numbers, booleans or keys, or the shape of one."""
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return True
+    dtype = getattr(value, "dtype", None)
+    kinds = (jnp.number, jnp.bool_)
+    numeric = isinstance(dtype, np.dtype) and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    return numeric and isinstance(getattr(value, "shape", None), tuple)
+
+
+def is_floating(value: Any) -> bool:
+    """Whether `value` is an array of floats, or the shape of one."""
+    return is_array(value) and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def rows(name: str, tree: Any, what: str, remedy: str) -> int:
+    """Return the number of rows that all arrays of a pytree have.
+
+    Args:
+      name: the argument's name, for the message.
+      tree: what the caller passed.
+      what: one row is one of these.
+      remedy: the last sentence of the message.
+
+    Raises:
+      ValueError: there is no array, a leaf is none, or their leading sizes differ.
+    """
+    leaves = jax.tree.leaves(tree)
+    sizes: set[Any] = {leaf.shape[:1] if is_array(leaf) else () for leaf in leaves}
+    if len(sizes) != 1 or sizes == {()}:
+        kinds = [getattr(leaf, "shape", Words(type(leaf).__name__)) for leaf in leaves]
+        dtypes = {str(leaf.dtype) for leaf in leaves if hasattr(leaf, "dtype")}
+        got = f"leaves of shapes {_without_values(kinds)} and dtypes {sorted(dtypes)}"
+        expected = f"a pytree of arrays with the {what} on their leading axis"
+        fail(name, expected, Words(got), remedy)
+    return sizes.pop()[0]
+
+
 def floating(name: str, value: Any, shape: tuple[int | str, ...], *, remedy: str) -> Any:
     """Return `value` if it is a floating array of this shape, where a letter is any size but 0.
 
@@ -184,7 +264,7 @@ def floating(name: str, value: Any, shape: tuple[int | str, ...], *, remedy: str
       TypeError: it is no floating array.
       ValueError: it has another shape.
     """
-    if not hasattr(value, "dtype") or not jnp.issubdtype(value.dtype, jnp.floating):
+    if not is_floating(value):
         fail(name, "a floating array", value, remedy, TypeError)
     fits = len(value.shape) == len(shape) and all(
         size > 0 if isinstance(want, str) else size == want
@@ -196,7 +276,13 @@ def floating(name: str, value: Any, shape: tuple[int | str, ...], *, remedy: str
     return value
 
 
-def step(value: Any, *, at_most: float = math.inf, remedy: str = "Count steps from 0.") -> Any:
+def step(
+    value: Any,
+    *,
+    at_most: float = 2**31 - 1,
+    name: str = "step",
+    remedy: str = "Count steps from 0.",
+) -> Any:
     """Return the number of a step: an integer in the range, or a traced integer scalar."""
     if isinstance(value, jax.Array) and value.shape == ():
         if isinstance(value, jax.core.Tracer):
@@ -204,7 +290,7 @@ def step(value: Any, *, at_most: float = math.inf, remedy: str = "Count steps fr
                 return value
         else:
             value = value.item()
-    return integer("step", value, at_least=0, at_most=at_most, remedy=remedy)
+    return integer(name, value, at_least=0, at_most=at_most, remedy=remedy)
 
 
 def choice(name: str, value: Any, options: Collection[str]) -> str:

@@ -35,25 +35,29 @@ def lower_confidence(successes: Any, trials: Any, significance: float) -> Any:
 def _counted(successes: Any, trials: Any, significance: Any) -> np.ndarray:
     check_significance(significance)
     remedy = "Count draws, and how often the event happened among them."
+    expected = "an integer, or an array of them"
     for name, value in (("trials", trials), ("successes", successes)):
-        if not np.issubdtype(np.asarray(value).dtype, np.integer):
-            _check.fail(name, "an integer, or an array of them", value, remedy, TypeError)
+        if not np.issubdtype(_check.as_array(name, value, expected).dtype, np.integer):
+            _check.fail(name, expected, value, remedy, TypeError)
     if not np.all((0 <= np.asarray(successes)) & (np.asarray(successes) <= trials)):
         _check.fail("successes", "from 0 to trials", successes, remedy)
     return np.asarray(successes)
 
 
-def check_significance(value: float) -> None:
-    """Refuse a significance that is not in (0, 1)."""
+LEAST = 1e-50  # significance; from 1e-100 on SciPy's quantiles are NaN
+
+
+def check_significance(value: float, least: float = LEAST) -> None:
+    """Refuse a significance that is not below 1 and at least `least`."""
     remedy = "It is the probability of a wrong bound; divide it by the number of bounds you state."
-    _check.number("significance", value, above=0, below=1, remedy=remedy)
+    _check.number("significance", value, at_least=least, below=1, remedy=remedy)
 
 
 def floats(name: str, value: Any, ndim: int, at_least: int) -> np.ndarray:
     """The value as float64, if it is an array of numbers with enough rows."""
-    value = np.asarray(value)
-    numbers = np.issubdtype(value.dtype, np.floating) or np.issubdtype(value.dtype, np.integer)
     shape = "a vector" if ndim == 1 else "a matrix with one release a row"
+    value = _check.as_array(name, value, f"{shape} of numbers")
+    numbers = np.issubdtype(value.dtype, np.floating) or np.issubdtype(value.dtype, np.integer)
     if not numbers:
         _check.fail(name, f"{shape} of numbers", value, "Convert it to floats.", TypeError)
     if value.ndim != ndim or len(value) < at_least:

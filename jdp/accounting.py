@@ -347,4 +347,5 @@ def _steps(value: int, at_least: int = 0) -> int:
 
 def _sampling_rate(value: float) -> float:
     remedy = "It is batch_size / num_examples; 1.0 means that every step sees every record."
-    return _check.number("sampling_rate", value, above=0, at_most=1, remedy=remedy)
+    # Accountants divide by it.
+    return _check.number("sampling_rate", value, at_least=1e-100, at_most=1, remedy=remedy)

@@ -54,7 +54,7 @@ def random_label_gradients(
     _check.integer("num_classes", num_classes, at_least=2, at_most=2**31 - 1, remedy=remedy)
     if microbatch_size is not None:
         _check.integer("microbatch_size", microbatch_size, at_least=1, remedy="Or None.")
-    if not hasattr(images, "dtype"):
+    if not _check.is_array(images):
         _check.fail("images", "an array", images, "Give public images.", TypeError)
     if jnp.ndim(images) < 1 or jnp.shape(images)[0] == 0:
         _check.fail("images", "of shape (m, ...), m >= 1", images, "Give public images.")

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from scipy import special, stats
 
 from jdp import _check
-from jdp._confidence import MORE, check_significance, floats
+from jdp._confidence import LEAST, MORE, check_significance, floats
 from jdp._confidence import lower_confidence as lower_confidence
 from jdp._confidence import upper_confidence as upper_confidence
 from jdp.one_run import OneRunAudit as OneRunAudit
@@ -163,7 +163,7 @@ def mu_many_runs(
 
 
 def _audit(present: Any, absent: Any, delta: float | None, significance: float) -> Audit:
-    check_significance(significance)
+    check_significance(significance, 4 * LEAST)  # it is shared out
     present, absent = (
         floats(name, value, 1, 4) for name, value in (("present", present), ("absent", absent))
     )
@@ -175,9 +175,9 @@ def _audit(present: Any, absent: Any, delta: float | None, significance: float) 
     rest = [np.sort(second_half(value)) for value in (present, absent)]
     thresholds = _candidates(np.sort(np.concatenate(pilots)))
     # The best of many is partly luck, mostly that of rare events; wider intervals discourage it.
+    wide = max(significance**2, 4 * LEAST)
     options = [
-        (_bound(*_counts(pilots, thresholds, above), delta, significance**2), above)
-        for above in (True, False)
+        (_bound(*_counts(pilots, thresholds, above), delta, wide), above) for above in (True, False)
     ]
     bounds, above = max(options, key=lambda option: option[0].max())
     threshold = thresholds[int(bounds.argmax())]
@@ -215,7 +215,7 @@ def _allowed(unlikely: Any, claimed: float, delta: float | None) -> Any:
     """The largest probability that a claim allows an event that is this unlikely."""
     if delta is None:
         return special.ndtr(special.ndtri(unlikely) + claimed)
-    return np.minimum(1, math.exp(claimed) * unlikely + delta)
+    return np.minimum(1, np.exp(np.minimum(0, claimed + np.log(unlikely))) + delta)
 
 
 def first_half(draws: np.ndarray) -> np.ndarray:
@@ -229,8 +229,9 @@ def second_half(draws: np.ndarray) -> np.ndarray:
 
 
 def _count(draws: np.ndarray) -> int:
-    if not np.ndim(draws):
-        _check.fail("draws", "an array with a draw a row", draws, MORE, TypeError)
+    expected = "an array with a draw a row"
+    if not _check.as_array("draws", draws, expected).ndim:
+        _check.fail("draws", expected, draws, MORE, TypeError)
     return len(draws)
 
 

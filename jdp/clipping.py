@@ -295,14 +295,8 @@ def clip_by_group(clip_norms: Sequence[Scalar], groups: PyTree) -> NormClipper:
     >>> print(*(np.asarray(part).round(2) for part in clipped.parts))
     [0.6 0.8] [1.2 1.6]
     """
-    if not isinstance(clip_norms, Sequence) or isinstance(clip_norms, str) or not clip_norms:
-        _check.fail(
-            "clip_norms",
-            "a non-empty sequence of numbers",
-            clip_norms,
-            "Give one clip norm for each group.",
-            TypeError,
-        )
+    remedy = "Give one clip norm for each group."
+    clip_norms = _check.sequence("clip_norms", clip_norms, "numbers", remedy)
     norms = tuple(_check.clip_norm(f"clip_norms[{i}]", norm) for i, norm in enumerate(clip_norms))
     return NormClipper(norms, shrink, groups)
 

@@ -65,7 +65,7 @@ class Descent:
         remedy = "Choose it without looking at private data."
         for name in ("learning_rate", "feature_bound", "radius"):
             value = getattr(self, name)
-            if _check.is_static_number(value):
+            if _check.is_static_number(value) or isinstance(value, str | bytes):
                 finite = name == "learning_rate"
                 _check.number(name, value, above=0, finite=finite, remedy=remedy)
         for name, kind in (

@@ -69,16 +69,8 @@ def _check_params(params: Params) -> None:
 
 
 def _leading_size(batch: PyTree) -> int:
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    sizes = {shape[:1] for shape in shapes}
-    if len(sizes) != 1 or sizes == {()}:
-        _check.fail(
-            "batch",
-            "a pytree of arrays with the examples on their leading axis",
-            _check.Words(f"leaves of shapes {shapes}"),
-            "Stack the examples; give labels shape (n,), and a dropout key per example.",
-        )
-    return sizes.pop()[0]
+    remedy = "Stack the examples; give labels shape (n,), and a dropout key per example."
+    return _check.rows("batch", batch, "examples", remedy)
 
 
 def _check_loss(loss: Loss):
@@ -107,8 +99,7 @@ def prepare(
             "Leave it True for at least one leaf.",
         )
     for path, leaf in jax.tree.leaves_with_path(free):
-        known = hasattr(leaf, "dtype") or _check.is_static_number(leaf)
-        if not known or not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        if not _check.is_floating(leaf) and not isinstance(leaf, float):
             _check.fail(
                 f"params{jax.tree_util.keystr(path)}",
                 "a floating array",

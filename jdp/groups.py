@@ -42,6 +42,10 @@ def group_leaves(params: Params, num_groups: int) -> PyTree:
     if not paths:
         remedy = "Pass the parameters of the model."
         _check.fail("params", "a pytree with at least one array", params, remedy)
+    for path, leaf in paths:
+        if not _check.is_array(leaf) and not _check.is_static_number(leaf):
+            name = f"params{jax.tree_util.keystr(path)}"
+            _check.fail(name, "an array", leaf, "Pass the parameters of the model.", TypeError)
     parents = [jax.tree_util.keystr(path[:-1]) if len(path) > 1 else str(path) for path, _ in paths]
     sizes: dict[str, int] = {}
     for parent, (_, leaf) in zip(parents, paths, strict=True):
@@ -90,14 +94,8 @@ def allocate_rank(
     >>> jdp.allocate_rank(1000, (432, 13_824, 50_688, 202_752, 650), 2000)
     (24, 140, 268, 536, 30)
     """
-    if not isinstance(group_sizes, Sequence) or not group_sizes:
-        _check.fail(
-            "group_sizes",
-            "a non-empty sequence of integers",
-            group_sizes,
-            "Give the number of parameters in each group.",
-            TypeError,
-        )
+    remedy = "Give the number of parameters in each group."
+    group_sizes = _check.sequence("group_sizes", group_sizes, "integers", remedy)
     sizes = [
         _check.integer("group_sizes", size, at_least=1, remedy="Give parameters per group.")
         for size in group_sizes

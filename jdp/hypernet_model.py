@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias, get_args
 
 import flax.linen as nn
@@ -12,10 +12,18 @@ from jaxtyping import Array, Float
 
 from jdp import _check
 from jdp._typing import Adjacency, Key, Mask, PyTree, Scalar
-from jdp.set_embedding import features, one_record, private_embedding, refusing_axis_names
+from jdp.set_embedding import (
+    features,
+    num_rows,
+    one_record,
+    private_embedding,
+    refusing_axis_names,
+)
 
 Tokens: TypeAlias = Float[Array, "t d"]
 Detokenise: TypeAlias = Callable[[Tokens], PyTree]
+
+_INIT = "Make them with Hypernet.init, or take them from a TrainState."
 
 
 class HypernetParams(NamedTuple):
@@ -111,6 +119,9 @@ class Hypernet:
         """
         _check.typed_key("key", key)
         encoder_key, decoder_key = jax.random.split(key)
+        if not num_rows(public_records, "public_records"):
+            got, remedy = _check.Words("none"), "The centre is their mean embedding."
+            _check.fail("public_records", "at least one record", got, remedy)
         record = one_record(public_records)
         with refusing_axis_names("encoder"):
             variables = jax.eval_shape(self.encoder.init, encoder_key, record)
@@ -142,6 +153,7 @@ class Hypernet:
         Returns:
           e, which may be kept and published.
         """
+        _check.instance("params", params, HypernetParams, _INIT)
         return private_embedding(
             key,
             lambda record: self._encode(params.encoder, record),
@@ -156,6 +168,7 @@ class Hypernet:
 
     def decode(self, params: HypernetParams, embedding: Float[Array, " features"]) -> PyTree:
         """The target's parameters from a released embedding: post-processing, free of charge."""
+        _check.instance("params", params, HypernetParams, _INIT)
         remedy = "It is what `embed` returned."
         _check.floating("embedding", embedding, jnp.shape(params.centre), remedy=remedy)
         size = embedding.shape[0]
@@ -182,6 +195,9 @@ class Hypernet:
         self, encoder: PyTree, records: PyTree, mask: Array | None = None
     ) -> Float[Array, " features"]:
         """The mean over PUBLIC records with finite embeddings, neither clipped nor noised."""
+        num_rows(records)
+        if not isinstance(encoder, Mapping):
+            _check.fail("encoder", "a pytree of parameters", encoder, _INIT, TypeError)
         embeddings = jax.vmap(lambda record: self._encode(encoder, record))(records)
         if mask is not None and jnp.shape(mask) != embeddings.shape[:1]:
             remedy = "It tells for each record whether it is one, or padding."

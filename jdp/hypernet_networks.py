@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jdp import _check
 
+_MOST = 2**31 - 1  # sizes that JAX can index
 _INIT = nn.initializers.normal(0.01)
 
 
@@ -30,11 +31,9 @@ class MLPEncoder(nn.Module):
     @nn.compact
     def __call__(self, record: Float[Array, "..."]) -> Float[Array, " features"]:
         """Encode one record, an array of any shape."""
-        if not isinstance(self.widths, Sequence) or not self.widths:
-            remedy = "The last one is the number of features, for example (256, 128)."
-            _check.fail("widths", "a non-empty sequence of integers", self.widths, remedy)
-        for width in self.widths:
-            _check.integer("widths", width, at_least=1, remedy="Count units.")
+        remedy = "The last one is the number of features, for example (256, 128)."
+        for width in _check.sequence("widths", self.widths, "integers", remedy):
+            _check.integer("widths", width, at_least=1, at_most=_MOST, remedy="Count units.")
         x = jnp.ravel(record)
         for width in self.widths[:-1]:
             x = nn.gelu(nn.Dense(width)(x))
@@ -44,7 +43,7 @@ class MLPEncoder(nn.Module):
 def _check_sizes(module: nn.Module, *names: str) -> None:
     for name in names:
         remedy = "jdp.hypernet.flat_tokens tells the number and size of tokens."
-        _check.integer(name, getattr(module, name), at_least=1, remedy=remedy)
+        _check.integer(name, getattr(module, name), at_least=1, at_most=_MOST, remedy=remedy)
 
 
 class LinearDecoder(nn.Module):

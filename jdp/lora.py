@@ -87,8 +87,7 @@ def merge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
     [[1. 1.]
      [0. 3.]]
     """
-    if not isinstance(scale, jax.Array):
-        _check.number("scale", scale, remedy="It is alpha / rank; 1.0 is usual.")
+    scale = _scale(scale)
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     shapes = {_name(path): _shape(leaf) for path, leaf in leaves}
     pairs = isinstance(adapters, Mapping) and all(
@@ -141,7 +140,12 @@ def unmerge(params: Params, adapters: PyTree, scale: Scalar = 1.0) -> Params:
     [[1. 0.]
      [0. 1.]]
     """
-    return merge(params, adapters, -scale)
+    return merge(params, adapters, -_scale(scale))
+
+
+def _scale(scale: Any) -> Scalar:
+    _check.number("scale", scale, traced=True, remedy="It is alpha / rank; 1.0 is usual.")
+    return scale if isinstance(scale, jax.Array) else float(scale)
 
 
 def token_length(adapters: PyTree) -> int:
@@ -216,7 +220,7 @@ def detokenise(tokens: Float[Array, "T length"], like: PyTree) -> PyTree:
     >>> print(lora.detokenise(tokens, like)["up"])
     [[1. 1. 1.]]
     """
-    shape = jnp.shape(tokens)
+    shape: Any = tokens.shape if _check.is_floating(tokens) else ()
     if len(shape) != 2 or shape[0] != num_tokens(like, shape[1]):
         expected = "of shape (T, length)"
         if len(shape) == 2:
@@ -300,8 +304,8 @@ def _matching(params: Params, patterns: str | Sequence[str]) -> dict[str, Any]:
 
 def _vectors(adapters: PyTree) -> list[Any]:
     leaves = jax.tree.leaves(adapters)
-    found = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
-    if () in found or not found:
-        shapes = _check.Words(f"leaves of shapes {found}")
+    found = [tuple(leaf.shape) if _check.is_floating(leaf) else () for leaf in leaves]
+    if () in found or not sum(map(math.prod, found)):
+        shapes = _check.Words(f"floating leaves of shapes {found}")
         _check.fail("adapters", "a pytree of vectors", shapes, "Make adapters with lora.init.")
     return leaves

@@ -52,13 +52,14 @@ def mean_gradient(
         _check.fail("loss", "a function of (params, example)", loss, remedy, TypeError)
     if batch_size is not None:
         _check.integer("batch_size", batch_size, at_least=1, remedy="Or None for all of them.")
+    remedy = "Stack public examples; every leaf has one row an example."
+    count = _check.rows("examples", examples, "examples", remedy)
+    if not count:
+        _check.fail("examples", "one or more", _check.Words("none"), remedy)
 
     def gradient(params: Params, key: Key) -> PyTree:
         batch = jax.tree.map(jnp.asarray, examples)
         free, loss_of = prepare(loss, params, batch, trainable)
-        count = jax.tree.leaves(batch)[0].shape[0]
-        if not count:
-            _check.fail("examples", "one or more", _check.Words("none"), "Give public examples.")
         if batch_size is not None:
             _check.typed_key("key", key)
             rows = jax.random.randint(key, (batch_size,), 0, count)

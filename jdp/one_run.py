@@ -112,9 +112,9 @@ def epsilon_one_run(
     if np.isnan(scores).any():
         remedy = "Score a canary whose score is not finite by infinity, one way or the other."
         _check.fail("scores", "free of NaN", scores, remedy)
-    included = np.asarray(included)
+    expected = f"booleans of shape {scores.shape}, as scores have it"
+    included = _check.as_array("included", included, expected)
     if included.dtype != bool or included.shape != scores.shape:
-        expected = f"booleans of shape {scores.shape}, as scores have it"
         _check.fail("included", expected, included, "Pass one coin a canary.", TypeError)
     remedy = "Half of them say that a canary was in, half that it was out."
     _check.integer("guesses", guesses, at_least=2, at_most=len(scores), remedy=remedy)

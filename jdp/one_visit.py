@@ -171,6 +171,7 @@ class DisjointBlocks(FixedBatches):
     ) -> tuple[Int32[Array, "k m"], Int32[Array, "t b"]]:
         """The rows of each threshold and of each block of one pass, disjoint."""
         _check.typed_key("key", key)
+        _check.step(epoch, name="epoch", remedy="Count passes from 0.")
         order = jnp.arange(self.num_examples, dtype=jnp.int32)
         if self.batch_size < self.num_examples:
             order = jax.random.permutation(jax.random.fold_in(key, epoch), order)

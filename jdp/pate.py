@@ -241,7 +241,7 @@ def most_votes(votes: Int[Array, "teachers queries"], num_classes: int) -> MostV
 
 def _counts(votes: Int[Array, "t q"], num_classes: int) -> Float[Array, "q k"]:
     remedy = "It is a public number of classes."
-    _check.integer("num_classes", num_classes, at_least=2, remedy=remedy)
+    _check.integer("num_classes", num_classes, at_least=2, at_most=2**31 - 1, remedy=remedy)
     votes = jnp.asarray(votes).astype(jnp.int32)  # in a narrow type large classes would wrap
     classes = jnp.arange(num_classes, dtype=jnp.int32)
     return jnp.sum(votes[:, :, None] == classes[None, None, :], axis=0, dtype=jnp.float32)

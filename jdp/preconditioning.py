@@ -187,6 +187,8 @@ def random_coordinates(key: Key, params: Params, rate: Scalar) -> PyTree:
     remedy = "It is the fraction of coordinates to drop."
     _check.number("rate", rate, at_least=0, at_most=1, traced=True, remedy=remedy)
     leaves, structure = jax.tree.flatten(params)
+    if not all(map(_check.is_array, leaves)):
+        _check.fail("params", "a pytree of arrays", params, "Pass the parameters.", TypeError)
     keys = jax.random.split(key, max(len(leaves), 1))
     kept = [
         jax.random.uniform(leaf_key, jnp.shape(leaf)) >= rate

@@ -33,7 +33,9 @@ def _numbers(name: str, value: Any, all_finite: Any = False) -> np.ndarray:
     frame = hasattr(value, "columns")
     dtypes: list[Any] = list(value.dtypes) if frame else [getattr(value, "dtype", None)]
     if not hasattr(value, "shape") or not all(hasattr(dtype, "kind") for dtype in dtypes):
-        value = np.asarray(value)  # a list, or what becomes an array in its own way
+        value = _check.as_array(
+            name, value, "of real numbers"
+        )  # a list, or what becomes an array in its own way
         dtypes = [value.dtype]
     for dtype in dtypes:
         if dtype.kind not in "biuf":

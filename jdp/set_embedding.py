@@ -39,6 +39,7 @@ Encode: TypeAlias = Callable[[PyTree], Float[Array, " features"]]
 """`encode(record) -> (features,)`, a public function of ONE record."""
 
 _CLIP = "It bounds the length of each record's embedding; 1.0 is usual."
+_STACK = "Stack the records; every leaf has one row a record."
 _MECHANISM = "mean of clipped embeddings of the records plus Gaussian noise (DP-DeepSets)"
 
 
@@ -171,7 +172,7 @@ def private_embedding(
     _check.typed_key("key", key)
     remedy = "It is the public number of records in the set; take plan.batch_size."
     _check.integer("num_records", num_records, at_least=1, remedy=remedy)
-    rows = _num_rows(records)
+    rows = num_rows(records)
     if mask is None and rows != num_records:
         expected = (
             f"a pytree of arrays with num_records ({num_records}) rows where mask is left out"
@@ -192,7 +193,7 @@ def embedding_sum(
 ) -> ClippedSum:
     """The sum of clipped embeddings, not yet private; arguments as in `private_embedding`."""
     _check.number("clip_norm", clip_norm, above=0, traced=True, remedy=_CLIP)
-    rows = _num_rows(records)
+    rows = num_rows(records)
     if getattr(mask, "shape", (rows,)) != (rows,):
         remedy = "It tells for each record whether it is one, or padding."
         _check.fail("mask", f"of shape ({rows},), like the records", mask, remedy)
@@ -256,6 +257,8 @@ def features(encode: Encode, record: PyTree) -> int:
       ValueError: the array is not a vector, or `encode` may see other records: it prints, calls
         back, has a batching rule of its own, or communicates over an axis of a surrounding map.
     """
+    if not callable(encode):
+        _check.fail("encode", _ONE, encode, _PURE, TypeError)
     with refusing_axis_names("encode"):
         traced, found = jax.make_jaxpr(encode, return_shape=True)(record)
     if traced.effects:
@@ -277,11 +280,6 @@ def one_record(records: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), records)
 
 
-def _num_rows(records: PyTree) -> int:
-    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(records)]
-    sizes = {shape[:1] for shape in shapes}
-    if len(sizes) != 1 or sizes == {()}:
-        expected = "a pytree of arrays with the records on their leading axis"
-        remedy = "Stack the records; every leaf has one row a record."
-        _check.fail("records", expected, _check.Words(f"leaves of shapes {shapes}"), remedy)
-    return shapes[0][0]
+def num_rows(records: PyTree, name: str = "records") -> int:
+    """How many records there are."""
+    return _check.rows(name, records, "records", _STACK)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from jdp._typing import Key, PerExample, PyTree
 from jdp.groups import allocate_rank as allocate_rank
 from jdp.groups import group_leaves as group_leaves
 
+_BASES = "Make them with subspace.public_bases."
+_POWER = "0 leaves the rows as they are."
 _MOST_PASSES = 7  # of Cholesky QR
 
 
@@ -53,6 +56,7 @@ def _matmul(a: Array, b: Array) -> Array:
 
 def _check_fit(bases: Bases, per_example: PerExample) -> None:
     """Refuse gradients of other parameters than the bases were made for."""
+    _check.instance("bases", bases, Bases, _BASES)
     remedy = "Make both with the same parameters and the same trainable=."
     got, expected = (
         {jax.tree_util.keystr(k): leaf.shape[1:] for k, leaf in jax.tree.leaves_with_path(tree)}
@@ -88,6 +92,7 @@ def project(bases: Bases, per_example: PerExample) -> tuple[Float[Array, "n k_g"
 
 def lift(bases: Bases, coordinates: Sequence[Float[Array, "*n k_g"]]) -> PyTree:
     """Return B^T w, shaped like the parameters: the vector (or n vectors) with coordinates w."""
+    _check.instance("bases", bases, Bases, _BASES)
     leaves, structure = jax.tree.flatten(bases.rows)
     ranks = {group: rows.shape[0] for rows, group in zip(leaves, bases.groups, strict=True)}
     expected, got = [ranks[group] for group in sorted(ranks)], _last_sizes(coordinates)
@@ -104,8 +109,10 @@ def lift(bases: Bases, coordinates: Sequence[Float[Array, "*n k_g"]]) -> PyTree:
     )
 
 
-def _last_sizes(coordinates: Sequence[Array]) -> list[int]:
-    return [jnp.shape(part)[-1] if jnp.ndim(part) else 0 for part in coordinates]
+def _last_sizes(coordinates: Any) -> list[int]:
+    if not isinstance(coordinates, Sequence):
+        return []
+    return [part.shape[-1] if _check.is_floating(part) and part.ndim else 0 for part in coordinates]
 
 
 def orthonormalize(key: Key, rows: Float[Array, "k p"]) -> Float[Array, "k p"]:
@@ -174,6 +181,7 @@ def principal_axes(
     weights are proportional to $\lambda_i^{-power/2}$, and keep the anchors' mean square.
     """
     _check.floating("rows", rows, ("k", "p"), remedy="Take them from power_iteration.")
+    _check.number("power", power, at_least=0, at_most=1, remedy=_POWER)
     remedy = "Give one public gradient a row, of as many entries as the basis has."
     _check.floating("anchors", anchors, ("m", rows.shape[1]), remedy=remedy)
     inside = _matmul(_scaled(anchors), rows.T)
@@ -266,11 +274,13 @@ def public_bases(
     """
     _check.typed_key("key", key)
     labels = _labels(groups, anchors)
-    if not isinstance(ranks, Sequence) or len(ranks) != max(labels) + 1:
+    known = isinstance(ranks, Sequence) and not isinstance(ranks, str | bytes)
+    if not known or len(ranks) != max(labels) + 1:
         expected = f"one rank for each of the {max(labels) + 1} groups"
         _check.fail("ranks", expected, ranks, "Take them from jdp.allocate_rank.", TypeError)
-    remedy = "0 leaves the rows as they are."
-    _check.number("whitening", whitening, at_least=0, at_most=1, remedy=remedy)
+    _check.number("whitening", whitening, at_least=0, at_most=1, remedy=_POWER)
+    if start is not None:
+        _check.instance("start", start, Bases, _BASES)
     matrices = _by_group(anchors, groups)
     starts = [None] * len(matrices) if start is None else _by_group(start.rows, groups)
     rows = [
@@ -300,10 +310,10 @@ def bases_from_rows(
     leaves, structure = jax.tree.flatten(like)
     for leaf, group in zip(leaves, groups, strict=True):
         sizes[group] += math.prod(leaf.shape[1:])
-    got = [jnp.shape(matrix)[1:] for matrix in rows]
-    if got != [(size,) for size in sizes]:
-        expected = f"matrices with {sizes} columns, one for each group"
-        _check.fail("rows", expected, _check.Words(f"{got}"), "Flatten the leaves side by side.")
+    known = isinstance(rows, Sequence) and all(map(_check.is_floating, rows))
+    if not known or [matrix.shape[1:] for matrix in rows] != [(size,) for size in sizes]:
+        expected = f"floating matrices with {sizes} columns, one for each group"
+        _check.fail("rows", expected, rows, "Flatten the leaves side by side.")
     used = [0] * len(rows)
     split = []
     for leaf, group in zip(leaves, groups, strict=True):
@@ -316,6 +326,7 @@ def bases_from_rows(
 def _labels(groups: Sequence[int], like: PerExample) -> Sequence[int]:
     """The group of each leaf, if they are 0, 1, ... and there is one for each leaf."""
     count = len(jax.tree.leaves(like))
+    _check.rows("per_example", like, "examples", "Pass the output of jdp.per_example_grad.")
     known = isinstance(groups, Sequence) and all(map(_check.is_static_integer, groups))
     if not known or len(groups) != count or set(groups) != set(range(len(set(groups)))):
         expected = f"labels 0, 1, ..., one for each of the {count} leaves"

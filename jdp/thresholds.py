@@ -87,7 +87,7 @@ class FixedThreshold:
     def __post_init__(self):
         """Validate what is static."""
         value = known(self.value)
-        if _check.is_static_number(value):
+        if _check.is_static_number(value) or isinstance(value, str | bytes):
             remedy = "About the size of the label noise is best."
             _check.number("value", value, above=0, finite=False, remedy=remedy)
 

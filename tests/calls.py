@@ -1,4 +1,5 @@
-"""One call that works of everything public in jdp; `test_bad_input.py` makes them wrong.
+"""One call that works of everything public in jdp; `test_bad_input.py` and
+`test_bad_input_grid.py` make them wrong.
 
 Private arguments are passed as tracers, so that nothing which is raised can depend on their values.
 """
@@ -43,8 +44,8 @@ def clip(make):
 def gradients(make):
     """The function that one makes, on parameters and a batch."""
 
-    def call(params, batch, loss, clipper=None, trainable=None, **mask):
-        own = {"loss": loss, "trainable": trainable} | ({"clipper": clipper} if clipper else {})
+    def call(params, batch, **own):
+        mask = {"mask": own.pop("mask")} if "mask" in own else {}
         return make(**own)(params, batch, **mask)
 
     return call
@@ -293,8 +294,8 @@ CALLS = {
     "ledger.check_name": (jdp.ledger.check_name, {"run": "run"}),
     # accounting
     "accounting.combine_noise_multipliers": (
-        lambda zs: jdp.accounting.combine_noise_multipliers(*zs),
-        {"zs": (1.0, 2.0)},
+        lambda **zs: jdp.accounting.combine_noise_multipliers(*zs.values()),
+        {"one": 1.0, "two": 2.0},
     ),
     "accounting.dp_sgd_event": (
         jdp.accounting.dp_sgd_event,
@@ -621,3 +622,28 @@ for _kind, _sampler in _KINDS.items():
         CALLS[f"sampling.{_kind}.{_part}"] = getattr(_sampler, _part), {"key": KEY, "step": 0}
     CALLS[f"sampling.{_kind}.event"] = _sampler.event, {"noise_multiplier": 1.0, "steps": 3}
 CALLS["relu_regression.PrivateReLURegressor.fit"] = CALLS["relu_regression.PrivateReLURegressor"]
+# What takes nothing private is traced all the same where running it would take long.
+PURE = (
+    "hypernet.",
+    "power_iteration",
+    "public_data.",
+    "random_label",
+    "subspace.",
+    "relu_regression.f",
+)
+MISSING = object()  # the argument is left out
+
+
+def call(name, change):
+    """Make a call with some arguments changed, private ones abstract: shapes without values."""
+    function, arguments = CALLS[name]
+    arguments = {k: v for k, v in (arguments | change).items() if v is not MISSING}
+    private = {
+        key: value
+        for key, value in arguments.items()
+        if key in PRIVATE and all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value))
+    }
+    if not jax.tree.leaves(private) and not name.startswith(PURE):
+        return function(**arguments)
+    rest = {key: value for key, value in arguments.items() if key not in private}
+    return jax.eval_shape(lambda private: (function(**rest, **private), None)[1], private)

@@ -346,3 +346,13 @@ def test_the_command_is_documented():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "--canaries" in done.stdout and "How to read" in done.stdout
     assert tyro.cli(audit.Args, args=[]) == audit.Args()
+
+
+def test_extreme_significances_and_claims_have_answers():
+    audit = auditing.mu_many_runs(np.arange(20.0), np.arange(20.0), significance=1e-40)
+    assert audit.bound == 0
+    scores = np.arange(4000.0)
+    audit = auditing.epsilon_many_runs(scores + 4000, scores, delta=0.0, significance=0.05)
+    assert audit.bound > 1
+    assert audit.power(1.0) == pytest.approx(1)
+    assert audit.power(1000.0) == 0

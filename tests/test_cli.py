@@ -60,6 +60,7 @@ def test_report(capsys, tmp_path):
         ("epsilon --noise-multiplier 1 --delta 1.5", "delta"),
         ("epsilon --noise-multiplier -1 --delta 1e-5", "noise_multiplier"),
         ("epsilon --noise-multiplier 1 --delta 1e-5 --sampling-rate 2", "sampling_rate"),
+        ("epsilon --noise-multiplier 1 --delta 1e-5 --sampling-rate 1e-320", "sampling_rate"),
         ("epsilon --noise-multiplier 1 --delta 1e-5 --steps -3", "steps"),
         ("calibrate --epsilon 0 --delta 1e-5", "epsilon"),
         ("calibrate --epsilon 1 --delta 1e-5 --steps 0", "steps"),
