@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,14 +39,40 @@ class Pool:
         return self.x[rows], signs.astype(np.float32)
 
 
-def load(features: str, dimension: int, unseen: int) -> tuple[Pool, Pool, Pool, str]:
+class Parts(NamedTuple):
+    """What the tasks are made of.
+
+    Attributes:
+      public: images of public tasks.
+      private: images of private sets.
+      test: images that private heads are tested on.
+      classes: of public tasks.
+      private_classes: of private tasks; the public part has no image of them if they are unseen.
+      source: where the images came from, for the report.
+      digest: of the file's public parts, so that a run is not taken up with others; None without.
+    """
+
+    public: Pool
+    private: Pool
+    test: Pool
+    classes: np.ndarray
+    private_classes: np.ndarray
+    source: str
+    digest: str | None
+
+
+def load(features: str, dimension: int, unseen: int) -> Parts:
     """Public, private and test parts, in the principal components of the public one.
 
     Args:
       features: path of a .npz file, as `_features.read` takes, or digits.
       dimension: principal components to keep.
       unseen: how many classes, the last ones, the public part has no image of.
+
+    Raises:
+      UsageError: the file holds something else, or a part lacks a class.
     """
+    digest = None
     if features == "digits":
         data = datasets.load("digits", num_public=700)
         parts = [
@@ -59,16 +86,37 @@ def load(features: str, dimension: int, unseen: int) -> tuple[Pool, Pool, Pool, 
         x, y, half = found.train, found.train_labels, len(found.train) // 2
         parts = [(x[:half], y[:half]), (x[half:], y[half:]), (found.test, found.test_labels)]
         source = f"{pathlib.Path(features).name}, halved"
+        digest = _features.public_digest(found)
     flat = [(x.reshape(len(x), -1).astype(np.float32), np.asarray(y)) for x, y in parts]
+    classes, private_classes = _classes([y for _, y in flat], unseen)
     x, y = flat[0]
-    seen = y < y.max() + 1 - unseen
+    seen = np.isin(y, classes)
     flat[0] = x, y = x[seen], y[seen]
     mean = x.mean(0)
     values, vectors = np.linalg.eigh(np.cov((x - mean).T))
     keep = np.argsort(-values)[:dimension]
     scale = np.sqrt(values[keep].sum())  # mean squared norm 1
     pools = [Pool(((x - mean) @ vectors[:, keep] / scale).astype(np.float32), y) for x, y in flat]
-    return pools[0], pools[1], pools[2], source
+    return Parts(pools[0], pools[1], pools[2], classes, private_classes, source, digest)
+
+
+def _classes(labels: list[np.ndarray], unseen: int) -> tuple[np.ndarray, np.ndarray]:
+    """The classes of public and of private tasks, from the labels of all three parts."""
+    every = np.unique(np.concatenate(labels))
+    if len(every) < unseen + 2:
+        least = f"{unseen + 2} classes or more"
+        raise UsageError(f"--features must have {least}, but has {len(every)}")
+    hidden = every[len(every) - unseen :]
+    classes = np.setdiff1d(labels[0], hidden)
+    if len(classes) < 2:
+        least = "2 classes or more that are not unseen in its public, first half"
+        raise UsageError(f"--features must have {least}, but has {len(classes)}")
+    private_classes = hidden if unseen else classes
+    for own, name in zip(labels[1:], ("train, in its private, second half", "test"), strict=True):
+        if len(absent := np.setdiff1d(private_classes, own)):
+            wanted = f"images of all classes of private tasks in {name}"
+            raise UsageError(f"--features must have {wanted}, but has none of {absent.tolist()}")
+    return classes, private_classes
 
 
 def pairs(classes: np.ndarray, rng: np.random.Generator, count: int) -> np.ndarray:

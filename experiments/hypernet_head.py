@@ -217,14 +217,8 @@ def main(args: Args) -> dict[str, Any]:
         small: dict[str, Any] = {"steps": 20, "tasks": 3, "sizes": (50,), "epsilons": (4.0,)}
         args = dataclasses.replace(args, **small)
     check(args)
-    public, private, test, source = load(
-        args.features, args.dimension, UNSEEN if args.unseen else 0
-    )
-    own = np.unique(public.y)
-    other = np.unique(private.y)[-UNSEEN:] if args.unseen else own
-    least = 2 + UNSEEN if args.unseen else 2
-    if (found := len(np.unique(private.y))) < least or len(own) < 2:
-        raise UsageError(f"--features must have {least} classes or more, but has {found}")
+    parts = load(args.features, args.dimension, UNSEEN if args.unseen else 0)
+    public, private, test, own, other, source, _ = parts
     most = min(public.largest(own), private.largest(other))
     if max(args.sizes) > most:
         raise UsageError(f"--sizes must be at most {most} for {source}, but got {args.sizes}")

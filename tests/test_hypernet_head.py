@@ -58,23 +58,41 @@ def test_a_file_without_features_is_refused(tmp_path):
         hypernet_head.main(args)
 
 
-def _file(path, classes):
+def _file(path, labels):
     generator = np.random.default_rng(0)
     arrays = {name: generator.normal(size=(60, 3)).astype("f") for name in ("train", "test")}
-    arrays |= {f"{name}_labels": np.arange(60) % classes for name in ("train", "test")}
+    arrays |= {"train_labels": labels, "test_labels": np.resize(np.unique(labels), 60)}
     np.savez(path, **arrays)
     return str(path)
 
 
 def test_what_is_unseen_is_in_no_public_image(tmp_path):
-    file = _file(tmp_path / "features.npz", 6)
-    public, private, test, _ = load(file, 2, unseen=4)
+    file = _file(tmp_path / "features.npz", np.arange(60) % 6)
+    public, private, test, *_ = load(file, 2, unseen=4)
     assert set(public.y) == {0, 1} and set(private.y) == set(test.y) == set(range(6))
     assert abs(public.x.mean(0)).max() < 1e-6  # centred by its own mean, which private ones are not
     assert abs(private.x.mean(0)).max() > 1e-3
-    args = hypernet_head.Args(features=_file(tmp_path / "few.npz", 5), unseen=True, out=tmp_path)
+    few = _file(tmp_path / "few.npz", np.arange(60) % 5)
+    args = hypernet_head.Args(features=few, unseen=True, out=tmp_path)
     with pytest.raises(UsageError, match="--features must have 6 classes or more, but has 5"):
         hypernet_head.main(args)
+
+
+def test_unseen_classes_are_chosen_once_from_all_labels(tmp_path):
+    for labels in (
+        10 * (np.arange(60) % 10),  # names of classes with gaps between them
+        np.r_[np.arange(30) % 9, np.arange(30) % 10],  # a public half without the last class
+    ):
+        parts = load(_file(tmp_path / "features.npz", labels), 2, unseen=4)
+        assert not np.isin(parts.public.y, parts.private_classes).any()
+        assert set(parts.public.y) == set(parts.classes) == set(np.unique(labels)[:6])
+        assert set(parts.private_classes) == set(np.unique(labels)[6:]) <= set(parts.private.y)
+    without = np.r_[np.arange(30) % 10, np.arange(30) % 9]
+    with pytest.raises(UsageError, match=r"in its private, second half, but has none of \[9\]"):
+        load(_file(tmp_path / "without.npz", without), 2, unseen=4)
+    sorted_by_class = np.arange(60) // 6
+    with pytest.raises(UsageError, match="private tasks in train, in its private, second half"):
+        load(_file(tmp_path / "sorted.npz", sorted_by_class), 2, unseen=0)
 
 
 @pytest.mark.parametrize("study", [hypernet_head, hypernet_regression])
