@@ -43,6 +43,15 @@ def check_least(args: Any, least: Mapping[str, float]):
             raise UsageError(f"{option(key)} must be at least {low}, but got {value}")
 
 
+def check_different(args: Any, *names: str):
+    """Refuse values that are printed alike, since results go by the printed ones."""
+    for key in names:
+        values = getattr(args, key)
+        if len({v if isinstance(v, int) else f"{v:g}" for v in values}) < len(values):
+            wanted = "must be different, in their first six digits"
+            raise UsageError(f"{option(key)} {wanted}, but got {values}")
+
+
 def check_seed(seed: int | None):
     """Refuse what is no seed of `jax.random.key`."""
     if seed is not None and not 0 <= seed < 2**32:

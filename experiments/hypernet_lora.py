@@ -59,7 +59,7 @@ class Args:
     config: Literal["small", "full"] = "small"
     """Sizes: MNIST at 16x16 for two cores, or the ImageNet-64 model with CIFAR-10 of the paper."""
     stages: tuple[Stage, ...] = STAGES
-    """Stages to run now; earlier ones must have been run, or be among these."""
+    """Stages to run now, after those earlier ones that they need and that have not been run."""
     methods: tuple[str, ...] = METHODS
     """Which of the methods that train adapters by gradients to run."""
     epsilons: tuple[float, ...] = (1.0, 4.0, 16.0)
@@ -155,8 +155,7 @@ def check(args: Args, config: Config):
     least = {"sets": 2, "samples": 65, "sampling_steps": 1, "epsilons": 1e-3}
     _options.check_least(args, least)
     _options.check_seed(args.seed)
-    if len(set(args.epsilons)) < len(args.epsilons):
-        raise UsageError(f"--epsilons must be different, but got {args.epsilons}")
+    _options.check_different(args, "epsilons")
     if not 0 < args.delta < 1 / config.set_size:
         bound = f"above 0 and below 1 / {config.set_size} records of a set"
         raise UsageError(f"--delta must be {bound}, but got {args.delta}")

@@ -206,6 +206,7 @@ def test_training_is_taken_up_in_the_middle(tmp_path, monkeypatch):
         ({"epsilons": ()}, "--epsilons"),
         ({"methods": ("dpsgd",)}, "--methods must be different ones of non-private dp-sgd"),
         ({"epsilons": (1.0, 1.0)}, "--epsilons must be different"),
+        ({"epsilons": (4.0, 4.0000001)}, "--epsilons must be different, in their first six"),
         ({"delta": 0.1}, "--delta must be above 0 and below 1 / 128"),
         ({"sets": 1}, "--sets must be at least 2"),
         ({"samples": 10}, "--samples must be at least"),
