@@ -9,7 +9,8 @@ a label; the result is a linear head, tested on images of the same two classes. 
   logistic      the head trained without privacy: the ceiling
 
 each at every epsilon and size N, since gradients gain more from N than one mean does: the summary
-says where the lines cross. With --unseen, the classes of the private tasks are in no public task.
+says where the lines cross. All cells have the same tasks and noise draws, so that rows are not
+independent of each other. With --unseen, the classes of the private tasks are in no public task.
 Hyper-parameters are chosen on public tasks. Features are a .npz file with the arrays train,
 train_labels, test and test_labels (as `python -m experiments.linear_probe` writes them), or the
 pixels of scikit-learn's 8x8 digits. The last line on standard output is the summary as JSON.
@@ -30,7 +31,7 @@ import numpy as np
 import optax
 
 import jdp
-from experiments import _run
+from experiments import _options, _run
 from experiments._head_tasks import Pool, load, pairs, records
 from experiments._run import UsageError
 from jdp import hypernet
@@ -42,6 +43,7 @@ SETTINGS = tuple((rate, steps) for rate in RATES for steps in STEPS)
 TRAINED_SIZE = 50  # records of a public task; other sizes differ in their noise only
 UNSEEN = 4  # classes of private tasks alone
 QUERIES = 32  # further examples of each public task, in the loss
+SMOKE: dict[str, Any] = {"steps": 20, "tasks": 3, "sizes": (50,), "epsilons": (4.0,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Args:
     out: pathlib.Path | None = None
     """Run folder; by default runs/hypernet_head, or runs/hypernet_head-smoke."""
     smoke: bool = False
-    """Only check that everything works: 20 steps, 3 tasks."""
+    """Only check that everything works: 20 steps, 3 tasks; options that are given stay."""
 
 
 def loss(head: Any, example: Any) -> jax.Array:
@@ -214,11 +216,10 @@ def tuned(tune, test_on, seed: int) -> dict[str, Any]:
 def main(args: Args) -> dict[str, Any]:
     """Train, choose rates on public tasks, measure on private ones, and return the summary."""
     if args.smoke:
-        small: dict[str, Any] = {"steps": 20, "tasks": 3, "sizes": (50,), "epsilons": (4.0,)}
-        args = dataclasses.replace(args, **small)
+        args = _options.smaller(args, SMOKE)
     check(args)
     parts = load(args.features, args.dimension, UNSEEN if args.unseen else 0)
-    public, private, test, own, other, source, _ = parts
+    public, private, test, own, other, source, digest = parts
     most = min(public.largest(own), private.largest(other))
     if max(args.sizes) > most:
         raise UsageError(f"--sizes must be at most {most} for {source}, but got {args.sizes}")
@@ -231,7 +232,7 @@ def main(args: Args) -> dict[str, Any]:
     default = "hypernet_head-smoke" if args.smoke else "hypernet_head"
     folder = _run.Folder(args.out or pathlib.Path("runs", default), "hypernet_head")
     config = {k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "smoke")}
-    config["grid"] = SETTINGS
+    config |= {"grid": SETTINGS, "public_digest": digest}
     rng = np.random.default_rng(args.seed + 1)
     tuning, chosen = pairs(own, rng, 4), pairs(other, rng, args.tasks)
     rows, learnt = {}, None
@@ -274,12 +275,10 @@ def crossings(args: Args, rows: dict[str, Any]) -> dict[str, int | None]:
 
 def check(args: Args):
     """Refuse what can be refused before any work."""
-    least = {"epsilons": 1e-3, "sizes": 8, "tasks": 2, "dimension": 1, "steps": 1, "seed": 0}
-    for key, low in least.items():
-        value = getattr(args, key)
-        values = value if isinstance(value, tuple) else (value,)
-        if not values or not all(v >= low and np.isfinite(v) for v in values):
-            raise UsageError(f"--{key.replace('_', '-')} must be at least {low}, but got {value}")
+    least = {"epsilons": 1e-3, "sizes": 8, "tasks": 2, "dimension": 1, "steps": 1}
+    _options.check_least(args, least)
+    _options.check_different(args, "epsilons", "sizes")
+    _options.check_seed(args.seed)
     if not 0 < args.delta < 1 / max(args.sizes):
         bound = f"above 0 and below 1 / {max(args.sizes)} records"
         raise UsageError(f"--delta must be {bound}, but got {args.delta}")

@@ -42,6 +42,9 @@ def test_smoke_run_resumes(tmp_path, monkeypatch):
     [
         ({"sizes": (4,)}, "--sizes must be at least 8"),
         ({"delta": 0.5}, "--delta must be above 0 and below 1 / 100"),
+        ({"epsilons": (4.0, 4.0000001)}, "--epsilons must be different, in their first six digits"),
+        ({"sizes": (25, 25)}, "--sizes must be different"),
+        ({"seed": 2**33}, "--seed must be at least 0 and below 4294967296"),
         ({"features": "nowhere.npz"}, "there is no nowhere.npz"),
         ({"sizes": (25, 500)}, "--sizes must be at most 1[0-9][0-9] for"),
     ],
@@ -93,6 +96,31 @@ def test_unseen_classes_are_chosen_once_from_all_labels(tmp_path):
     sorted_by_class = np.arange(60) // 6
     with pytest.raises(UsageError, match="private tasks in train, in its private, second half"):
         load(_file(tmp_path / "sorted.npz", sorted_by_class), 2, unseen=0)
+
+
+def _finished(monkeypatch):
+    monkeypatch.setattr(hypernet_head, "train", lambda *_: None)
+    row = dict.fromkeys(hypernet_head.METHODS, {"mean": 0.5, "std": 0.1, "setting": None})
+    monkeypatch.setattr(hypernet_head, "tuned", lambda *_: row)
+
+
+def test_a_smoke_run_keeps_the_options_that_are_given(tmp_path, monkeypatch):
+    _finished(monkeypatch)
+    args = hypernet_head.Args(smoke=True, sizes=(64,), epsilons=(1.0,), out=tmp_path)
+    assert list(hypernet_head.main(args)["cells"]) == ["epsilon 1, N 64"]
+
+
+def test_a_run_is_not_taken_up_with_another_file_of_the_same_name(tmp_path, monkeypatch):
+    _finished(monkeypatch)
+    file = _file(tmp_path / "features.npz", np.arange(60) % 6)
+    args = hypernet_head.Args(features=file, sizes=(8,), smoke=True, out=tmp_path / "run")
+    hypernet_head.main(args)
+    arrays = dict(np.load(file))
+    np.savez(file, **arrays | {"train": np.r_[arrays["train"][:30], -arrays["train"][30:]]})
+    hypernet_head.main(args)  # what the private part holds has no share in it
+    np.savez(file, **arrays | {"test": -arrays["test"]})
+    with pytest.raises(UsageError, match="public_digest was"):
+        hypernet_head.main(args)
 
 
 @pytest.mark.parametrize("study", [hypernet_head, hypernet_regression])
