@@ -1,5 +1,6 @@
 """Sets made of nearest neighbours: many public ones, and a few private ones with little overlap."""
 
+import hashlib
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ class Images(NamedTuple):
       private: images that no public stage looks at, with `private_labels`.
       private_labels: for the captions of pictures only.
       source: where they came from, for the report.
+      public_digest: of the public part as it was read, so that a run is not taken up with others.
     """
 
     public: np.ndarray
@@ -25,6 +27,7 @@ class Images(NamedTuple):
     private: np.ndarray
     private_labels: np.ndarray
     source: str
+    public_digest: str
 
 
 def load(name: str, size: int, num_public: int, num_private: int, data_dir=None) -> Images:
@@ -39,7 +42,10 @@ def load(name: str, size: int, num_public: int, num_private: int, data_dir=None)
         parts.append(_resize(inside, size) * 2 - 1)
     labels = data.public_labels, data.train_labels[:num_private]
     source = f"{data.source}, the first {len(labels[1]):,} private ones used, at {size}x{size}"
-    return Images(parts[0], labels[0], parts[1], labels[1], source)
+    digest = hashlib.sha256()
+    for array in (data.public_images, data.public_labels):
+        digest.update(np.ascontiguousarray(array))
+    return Images(parts[0], labels[0], parts[1], labels[1], source, digest.hexdigest()[:16])
 
 
 def _resize(images: np.ndarray, size: int) -> np.ndarray:

@@ -61,6 +61,7 @@ def find_sets(config: Config, folder: _run.Folder, options: dict[str, Any]) -> S
     images = _hypernet_sets.load(
         config.dataset, config.unet.size, config.num_public, config.num_private, options["data_dir"]
     )
+    own["public_digest"] = images.public_digest
     path = folder.path / "features.msgpack"
     done = folder.get("features", own)
     key = jax.random.fold_in(jax.random.key(options["seed"]), 1)
@@ -235,8 +236,8 @@ def train_hypernet(
         f.name for f in dataclasses.fields(config) if f.name.startswith(("hyper_", "decoder_"))
     ]
     own = config.part("encoder", "linear", "token_scale", "patterns", "rank", *names)
-    own |= {"first_level": config.first_level, "noise_multipliers": multipliers}
-    own |= {"seed": options["seed"], "adjacency": options["adjacency"]}
+    own |= {"first_level": config.first_level}
+    own |= {key: options[key] for key in ("seed", "epsilons", "delta", "adjacency")}
     path = folder.path / "hypernet.msgpack"
     key = jax.random.fold_in(jax.random.key(options["seed"]), 4)
     steps = config.hyper_steps

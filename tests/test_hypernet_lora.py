@@ -17,7 +17,9 @@ from experiments import (
     _lora_features,
     _lora_stages,
     _lora_tables,
+    _run,
     _unet,
+    datasets,
     hypernet_lora,
 )
 from experiments._lora_config import CONFIGS, SMOKE
@@ -176,9 +178,54 @@ def test_finished_stages_are_not_run_again(smoke, monkeypatch):
         hypernet_lora.main(dataclasses.replace(args, adjacency="zero-out"))
 
 
-def test_training_is_taken_up_in_the_middle(tmp_path, monkeypatch):
-    from experiments import _run
+def _images(public):
+    private = np.random.default_rng(1).standard_normal((20, 4, 4, 1)).astype("f4")
+    labels = np.zeros(20, np.int32)
+    parts = {"public_images": public, "public_labels": labels}
+    parts |= {"test_images": private, "test_labels": labels, "num_classes": 1, "source": ""}
+    return datasets.Dataset("x", train_images=private, train_labels=labels, **parts)
 
+
+def test_a_run_is_not_taken_up_with_other_public_images(tmp_path, monkeypatch):
+    config = dataclasses.replace(
+        SMOKE,
+        num_public=20,
+        num_private=20,
+        set_size=4,
+        candidates=6,
+        unet=dataclasses.replace(SMOKE.unet, size=4),
+    )
+    monkeypatch.setattr(_lora_features, "given", lambda _: lambda x: x.reshape(len(x), -1))
+    folder, public = _run.Folder(tmp_path, "hypernet_lora"), np.ones((20, 4, 4, 1), "f4")
+    options = {"features": "own", "seed": 0, "sets": 2, "data_dir": None}
+    monkeypatch.setattr(datasets, "load", lambda *_, **__: _images(public))
+    _lora_stages.find_sets(config, folder, options)
+    monkeypatch.setattr(_lora_stages, "_sets_of", lambda *_: pytest.fail("ran again"))
+    _lora_stages.find_sets(config, folder, options)
+    monkeypatch.setattr(datasets, "load", lambda *_, **__: _images(-public))
+    with pytest.raises(UsageError, match="public_digest was"):
+        _lora_stages.find_sets(config, folder, options)
+
+
+def test_another_delta_is_named_as_it_was_typed(tmp_path, task, monkeypatch):
+    folder, public = _run.Folder(tmp_path, "hypernet_lora"), task.public
+    own = _hypernet_sets.Images(public, np.zeros(20), public, np.zeros(20), "", "")
+    flat = public.reshape(20, -1)
+    rows = np.arange(20)[None]
+    sets = _lora_stages.Sets(own, flat, flat, rows, rows, None, np.asarray)
+    options = {"seed": 0, "epsilons": (4.0,), "delta": 1e-5, "adjacency": "replace-one"}
+    monkeypatch.setattr(_lora_stages, "_train", lambda *args: (args[4], []))
+    train = lambda **new: _lora_stages.train_hypernet(  # noqa: E731
+        SMOKE, folder, options | new, sets, task, [1.0]
+    )
+    train()
+    with pytest.raises(UsageError, match="delta was 1e-05, now 1e-06"):
+        train(delta=1e-6)
+    with pytest.raises(UsageError, match=r"epsilons was \[4.0\], now \[4.0, 8.0\]"):
+        train(epsilons=(4.0, 8.0))
+
+
+def test_training_is_taken_up_in_the_middle(tmp_path, monkeypatch):
     monkeypatch.setattr(_lora_stages, "CHECKPOINT_EVERY", 2)
     folder, seen = _run.Folder(tmp_path, "hypernet_lora"), []
 
