@@ -25,11 +25,17 @@ def init(key: Key, params: Params, patterns: str | Sequence[str], *, rank: int) 
     a dense kernel is (inputs, outputs), a convolution's (height * width * inputs, outputs). A
     projection to queries, keys and values in one leaf is one matrix with one adapter.
 
+    A kernel of (inputs, heads, outputs of a head), as flax's attention has for queries, keys and
+    values, counts as (inputs * heads, outputs of a head) therefore: the adapter then is of rank r
+    in this form, but its change of the map from inputs to all outputs is not. Where that is to be
+    of rank r, keep the leaf as (inputs, heads * outputs) and reshape it where the loss applies it.
+
     Args:
       key: a typed PRNG key; the start is public.
       params: any pytree of arrays, or of shapes under `jax.eval_shape`.
       patterns: shell patterns, at least one of which a path must match. A path is the keys joined
-        by slashes, and `*` matches slashes too: "*/qkv/kernel".
+        by slashes, and `*` matches slashes too: "*/qkv/kernel". A bracket opens a choice of
+        characters: to match the key "a[0]" itself, write "a[[]0]".
       rank: r, at least 1 and at most the sides of every matrix.
 
     Returns:

@@ -58,6 +58,23 @@ def test_merge_adds_the_products_and_unmerge_takes_them_out(params):
     jax.tree.map(close, back, params)
 
 
+def test_a_key_with_brackets_is_matched_by_a_bracket_in_brackets():
+    params = {"a[0]": jnp.ones((2, 3))}
+    assert lora.init(jax.random.key(0), params, "a[[]0]", rank=1).keys() == params.keys()
+    with pytest.raises(ValueError, match="`patterns` must be such that each matches"):
+        lora.init(jax.random.key(0), params, "a[0]", rank=1)
+
+
+def test_heads_in_an_axis_of_their_own_count_as_rows_and_a_reshaped_kernel_has_rank_r():
+    kernel = jnp.zeros((8, 4, 3))
+    ranks = []
+    for leaf in (kernel, kernel.reshape(8, 12)):
+        adapters = adapters_of({"q": leaf}, "q", rank=1)
+        change = np.asarray(lora.merge({"q": leaf}, adapters)["q"]).reshape(8, 12)
+        ranks.append(np.linalg.matrix_rank(change, tol=1e-4))
+    assert ranks == [4, 1]
+
+
 def test_training_moves_adapters_only(params):
     before = jax.tree.map(lambda leaf: np.asarray(leaf).tobytes(), params)
     x, y = jax.random.normal(jax.random.key(3), (4, 4, 2)), jnp.ones((16, 4))
