@@ -81,7 +81,8 @@ DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {
         "projected-dp-sgd": MOVING
         | {"steps": 150, "learning_rate": 0.063, "clip_norm": 1.8, "average": 0.9},
         "adadps": TUNED_DP_SGD,
-        "pda-dpmd": TUNED_DP_SGD,
+        "pda-dpmd": {"steps": 150, "learning_rate": 0.055, "clip_norm": 1.7, "average": 0.95}
+        | {"mixing": 0.5},
         "pate": {"steps": 100, "batch_size": 32, "queries": 50},  # for epsilon 1
     },
     "digits": {

@@ -251,10 +251,15 @@ def use_of(equation: Any, views: Sequence[View | None]) -> Use | None:
     return None
 
 
-def primitives(jaxpr: Any) -> Iterator[str]:
-    """The names of all operations in a jaxpr, and in the jaxprs inside it."""
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, and of the jaxprs inside it."""
     for equation in jaxpr.eqns:
-        yield equation.primitive.name
+        yield equation
         for value in jax.tree.leaves(equation.params):
             if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
-                yield from primitives(inner)
+                yield from equations(inner)
+
+
+def primitives(jaxpr: Any) -> Iterator[str]:
+    """The names of all operations in a jaxpr, and in the jaxprs inside it."""
+    return (equation.primitive.name for equation in equations(jaxpr))

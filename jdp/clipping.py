@@ -33,6 +33,7 @@ HEADROOM = 1 - 1e-5
 
 # A norm that underflows to 0 hides entries below 1e-19 clip norms; this keeps them harmless.
 _MOST = 1e6
+_LEAST = float(jnp.finfo(jnp.float32).tiny)  # of a squared norm, in units of the clip norm
 
 
 def _seal() -> jax.Array:
@@ -116,7 +117,7 @@ def bounded_factors(
     """
     keep, factors = mask, []
     for group, square in enumerate(squared_norms):
-        norm = jnp.sqrt(square)
+        norm = jnp.sqrt(jnp.maximum(square, _LEAST))  # whose derivative is finite at zero
         chosen = jnp.clip(factor(norm, group), 0, jnp.minimum(HEADROOM / norm, _MOST))
         keep = keep & jnp.isfinite(square) & jnp.isfinite(chosen)
         factors.append(chosen)

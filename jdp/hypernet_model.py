@@ -194,7 +194,7 @@ class Hypernet:
     def mean_embedding(
         self, encoder: PyTree, records: PyTree, mask: Array | None = None
     ) -> Float[Array, " features"]:
-        """The mean over PUBLIC records, neither clipped nor noised."""
+        """The mean over PUBLIC records with finite embeddings, neither clipped nor noised."""
         num_rows(records)
         if not isinstance(encoder, Mapping):
             _check.fail("encoder", "a pytree of parameters", encoder, _INIT, TypeError)
@@ -202,8 +202,10 @@ class Hypernet:
         if mask is not None and jnp.shape(mask) != embeddings.shape[:1]:
             remedy = "It tells for each record whether it is one, or padding."
             _check.fail("mask", f"of shape {embeddings.shape[:1]}, like the records", mask, remedy)
-        where = None if mask is None else mask[:, None]
-        return jnp.mean(embeddings, axis=0, where=where, dtype=jnp.float32)
+        counted = jnp.isfinite(embeddings).all(axis=1)
+        counted = counted if mask is None else counted & mask
+        total = jnp.sum(embeddings, axis=0, where=counted[:, None], dtype=jnp.float32)
+        return total / jnp.maximum(jnp.sum(counted), 1)
 
 
 def _only_params(name: str, variables: Any) -> None:

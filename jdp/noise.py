@@ -95,8 +95,9 @@ def _std(noise_multiplier: Scalar, scale: Scalar, dtype: jnp.dtype) -> Array:
 _GRID = 2.0**-10  # of the noise's standard deviation
 
 
+@jax.custom_jvp
 def _on_grid(noised: Array, std: Array) -> Array:
-    """Round to multiples of about a thousandth of the noise.
+    """Round to multiples of about a thousandth of the noise; to derivatives it is the identity.
 
     The last bits of a float32 sum tell what was added to the noise (Mironov 2012). A cell this
     coarse holds thousands of float32 values where the sum is of the size of the noise, and 16 where
@@ -108,6 +109,11 @@ def _on_grid(noised: Array, std: Array) -> Array:
     cells = noised * (1 / grid)  # exact
     coarser = (std > 0) & (jnp.abs(cells) < 2.0**dtype.nmant)
     return jnp.where(coarser, jnp.round(cells) * grid, noised)
+
+
+@_on_grid.defjvp
+def _of_the_identity(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple:
+    return _on_grid(*primals), tangents[0]
 
 
 _TAGS = {"noise": 0x6E6F6973, "labels": 0x6C61626C, "sketch": 0x736B6574}

@@ -16,17 +16,20 @@ and so is the encoder: it must not have been trained on them.
 
 import contextlib
 import dataclasses
+import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jdp import _check, _tree
 from jdp._typing import Adjacency, Key, Mask, PyTree, Scalar
-from jdp._uses import primitives
+from jdp._uses import equations
 from jdp.clipping import ClippedSum, clip_by_norm
 from jdp.noise import add_noise
 from jdp.one_visit import plan_blocks
@@ -198,16 +201,41 @@ def embedding_sum(
     if centre is not None and jnp.shape(centre) != (size,):
         remedy = "It is the mean embedding of public records."
         _check.fail("centre", f"of shape ({size},), like an embedding", centre, remedy)
+    if centre is not None and not isinstance(centre, jax.core.Tracer):
+        if not np.isfinite(np.asarray(centre, np.float64)).all():
+            remedy = "With it no record would contribute; take the mean of finite embeddings."
+            _check.fail("centre", "finite", _check.Words("one that is not"), remedy)
+    # Padding may hold anything, whose derivative times zero need not be zero.
+    records = jax.tree.map(lambda leaf: _where(mask, leaf), records)
     embeddings = _tree.wide(jax.vmap(encode)(records))
     if centre is not None:
         embeddings = embeddings - jnp.asarray(centre, embeddings.dtype)[None]
     return clip_by_norm(clip_norm)(embeddings, mask)
 
 
+def _where(mask: Mask, leaf: Array) -> Array:
+    return jnp.where(jnp.reshape(jnp.asarray(mask), (-1,) + (1,) * (jnp.ndim(leaf) - 1)), leaf, 0)
+
+
 _ONE = "a function of ONE record"
 _PURE = "Write a pure function of one record, without axis names, callbacks or printing."
 # Mapped over the records, these are given all of them at once, and have no effects to be seen by.
-_BATCHED = {"pure_callback", "ffi_call", "custom_vmap_call"}
+_BATCHED = {"pure_callback", "buffer_callback", "ffi_call", "custom_vmap_call"}
+_BATCHED |= {"call_hi_primitive"}
+
+
+@functools.cache
+def _of_jax(primitive: Any) -> bool:
+    """Whether one of JAX's modules holds an operation, so that its batching rule is JAX's too."""
+    modules = [own for name, own in list(sys.modules.items()) if name.split(".")[0] == "jax"]
+    return any(primitive is value for own in modules for value in list(vars(own).values()))
+
+
+def _sees_others(equation: Any) -> bool:
+    """Whether an operation, mapped over records, may be given several of them at once."""
+    communicates = equation.params.get("axis_name") is not None
+    known = _of_jax(equation.primitive) and equation.primitive.name not in _BATCHED
+    return communicates or not known
 
 
 @contextlib.contextmanager
@@ -236,8 +264,8 @@ def features(encode: Encode, record: PyTree) -> int:
     if traced.effects:
         effects = _check.Words(f"one with effects {sorted(map(str, traced.effects))}")
         _check.fail("encode", f"{_ONE}, free of effects", effects, _PURE)
-    if batched := sorted(_BATCHED.intersection(primitives(traced.jaxpr))):
-        seen = _check.Words(f"one with {', '.join(batched)}, which sees the whole batch")
+    if batched := {e.primitive.name for e in equations(traced.jaxpr) if _sees_others(e)}:
+        seen = _check.Words(f"one with {', '.join(sorted(batched))}, which sees the whole batch")
         _check.fail("encode", _ONE, seen, _PURE)
     remedy = "Return the embedding of ONE record as a vector; flatten it."
     if not hasattr(found, "dtype") or not jnp.issubdtype(found.dtype, jnp.floating):

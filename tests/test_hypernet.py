@@ -7,12 +7,14 @@ import math
 import flax.linen as nn
 import hypernet_checks
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from hypernet_checks import CLIP, RECORDS, encode
-from jax.interpreters import partial_eval
+from jax.experimental.buffer_callback import buffer_callback
+from jax.interpreters import batching, partial_eval
 
 import jdp
 from jdp import accounting, hypernet_model, set_embedding
@@ -185,12 +187,28 @@ def _(size, batched, records):
     return records - records.mean(0), True
 
 
+own = jax.extend.core.Primitive("centred")
+own.def_abstract_eval(lambda record: record)
+batching.primitive_batchers[own] = lambda records, dims: (records[0] - records[0].mean(0), dims[0])
+
+
+def buffers(record):
+    shape = jax.ShapeDtypeStruct(record.shape, record.dtype)
+    call = buffer_callback(lambda *_: None, shape, vmap_method="expand_dims")
+    return call(record)
+
+
 @pytest.mark.parametrize(
-    "name", ["sees the batch", "prints", "calls back", "leaves jax", "batches itself", "nested"]
+    "name",
+    ["sees the batch", "passes on", "prints", "calls back", "leaves jax", "into buffers"]
+    + ["batches itself", "nested", "an operation of its own"],
 )
 def test_encoders_that_may_see_other_records_are_refused(name):
     encoders = {
         "leaves jax": host,
+        "into buffers": buffers,
+        "an operation of its own": own.bind,
+        "passes on": lambda p: p - jax.lax.ppermute(p, "sets", [(0, 1), (1, 0)]),
         "batches itself": centred,
         "nested": lambda p: jax.lax.cond(p[0] > 0, jax.jit(centred), jnp.sin, p),
         "sees the batch": lambda p: p - jax.lax.pmean(p, "sets"),
@@ -364,6 +382,47 @@ def test_training_noise_is_fresh_and_masks_are_kept():
     assert np.isfinite(values).all() and len(set(values.tolist())) == 6
     assert np.isfinite(later.params.centre).all()
     np.testing.assert_array_equal(step(state, tasks)[1], first)
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.0, 0.1])
+def test_the_encoder_learns_through_noise_and_rounding(noise_multiplier):
+    """What is released is rounded, whose derivative is zero; its gradient is that of the mean."""
+    own = net(noise_multiplier=noise_multiplier)
+    params, records = parameters(own), RECORDS_OF(jax.random.key(3))
+
+    def first(encoder, own):
+        changed = params._replace(encoder=encoder)
+        return jnp.sum(own.generate(changed, records, jax.random.key(0))["b"])
+
+    found = jax.grad(first)(params.encoder, own)
+    exact = jax.grad(first)(params.encoder, net())
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+        assert np.linalg.norm(one) > 0
+
+
+def test_padding_and_records_at_the_centre_leave_the_encoder_finite():
+    own = net(noise_multiplier=1.0)
+    mask = jnp.arange(RECORDS) < 4
+    same = jnp.ones((2, RECORDS, 4))  # whose embedding is the centre
+    padded = jnp.where(mask[None, :, None], RECORDS_OF(KEY)[None], jnp.nan) * jnp.ones((2, 1, 1))
+    tx = optax.sgd(0.1)
+    step = jax.jit(train_step(own, lambda target, _: jnp.sum(target["b"]), tx))
+    for records, seen in ((same, same[0]), (padded, RECORDS_OF(KEY))):
+        state = init_training(own, tx, KEY, seen)
+        for _ in range(2):
+            state, losses = step(state, Tasks(records, jnp.zeros((2, 1)), jnp.stack([mask] * 2)))
+        leaves = [*jax.tree.leaves(state.params.encoder), state.params.centre, losses]
+        assert all(np.isfinite(leaf).all() for leaf in leaves)
+
+
+def test_a_public_record_that_is_not_finite_leaves_the_centre_alone():
+    own, records = net(), RECORDS_OF(KEY)
+    clean = own.init(KEY, records[1:])
+    broken = own.init(KEY, records.at[0].set(jnp.nan))
+    np.testing.assert_allclose(broken.centre, clean.centre, rtol=1e-5)
+    with pytest.raises(ValueError, match="`centre` must be finite"):
+        embed(centre=jnp.full(4, jnp.nan))
 
 
 # Messages ------------------------------------------------------------------------------------
