@@ -130,15 +130,14 @@ def number(
     return value
 
 
-def integer(name: str, value: Any, *, at_least: int, at_most: float = math.inf, remedy: str) -> int:
-    """Return `value` as an int if it is a whole number in the range; see `number` for errors.
+MOST = 2**53  # beyond it floats do not hold every integer
 
-    Beyond 2**53 floats, which accountants compute with, no longer hold every integer.
-    """
+
+def integer(name: str, value: Any, *, at_least: int, at_most: float = MOST, remedy: str) -> int:
+    """Return `value` as an int if it is a whole number in the range; see `number` for errors."""
     expected = f"an integer >= {at_least}"
     is_integer = is_static_integer(value)
-    if math.isfinite(at_most) or (is_integer and value > 2**53):
-        at_most = min(at_most, 2**53)
+    if at_most < MOST or (is_integer and value > at_most):
         expected += f" and <= {_number(at_most)}"
     if not is_integer:
         fail(name, expected, value, remedy, TypeError)

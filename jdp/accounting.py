@@ -342,7 +342,7 @@ def _first_guess(leaves, epsilon: float, delta: float) -> float:
 
 def _steps(value: int, at_least: int = 0) -> int:
     remedy = "Count optimizer steps as an integer, for example epochs * num_examples // batch_size."
-    return _check.integer("steps", value, at_least=at_least, remedy=remedy)
+    return _check.integer("steps", value, at_least=at_least, at_most=math.inf, remedy=remedy)
 
 
 def _sampling_rate(value: float) -> float:

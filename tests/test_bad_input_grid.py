@@ -61,6 +61,7 @@ LATER = {
 FUNCTIONS = {"loss", "clipper", "public_gradients", "public_gradient", "encode", "train"}
 FUNCTIONS |= {"make_event", "mixing"}
 SLOW = {"gep(loss)", "biased_gep()", "gep()", "hypernet.train_step", "ResumableRun.chunks"}
+SLOW |= {"ResumableRun", "relu_regression.PrivateReLURegressor.fit"}
 
 
 def _is_by_others(error):
