@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
