@@ -96,7 +96,7 @@ BEFORE_DATA = [
     ("relu_regression", "--sizes 10", "--sizes must be at least 100, but got (10,)"),
     ("relu_regression", "--dimensions 0", "--dimensions must be at least 1, but got (0,)"),
     ("relu_regression", "--epsilons inf", "--epsilons must be at least 0.001, but got (inf,)"),
-    ("relu_regression", "--delta 0.5", "--delta must be above 0 and at most 1 / 10,000 records"),
+    ("relu_regression", "--delta 0.5", "--delta must be at most 1 / 100,000 records"),
     ("relu_regression", "--seed 9999999999", "--seed must be at least 0 and below 4294967296"),
     ("relu_regression", "--tables flights", "--tables must be different ones", "but got flights"),
     ("hypernet_regression", "--steps 150", "--steps must be a multiple of", "but got 150"),
