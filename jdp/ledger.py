@@ -220,11 +220,11 @@ class Ledger:
         Raises:
           ValueError: nothing is known of the run, or the runs' adjacencies or accountants differ.
         """
-        if run is not None and run not in self.runs:
+        if run is not None and check_name(run) not in self.runs:
             _check.fail("run", f"one of {self.runs}", run, f"The ledger is {self.path}.")
         if delta is not None:
             delta = _check.delta(delta)
-        segments = [own for name in ([run] if run else self.runs) for own in self.segments(name)]
+        segments = [own for name in (self.runs if run is None else [run]) for own in self.segments(name)]
         charged = [(own.event, own.statement) for own in segments if own.statement]
         kinds = {(statement["adjacency"], statement["accountant"]) for _, statement in charged}
         if len(kinds) > 1:

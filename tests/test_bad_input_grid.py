@@ -97,8 +97,6 @@ def _wrong(name):
 def _marks(name):
     if name in SLOW:
         yield pytest.mark.slow
-    if name == "Ledger.spent":
-        yield pytest.mark.xfail(reason="an array as the name of a run is a raw error")
 
 
 NAMES = sorted(CALLS.keys() - {"relu_regression.PrivateReLURegressor"})  # as its fit
