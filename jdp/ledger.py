@@ -224,7 +224,8 @@ class Ledger:
             _check.fail("run", f"one of {self.runs}", run, f"The ledger is {self.path}.")
         if delta is not None:
             delta = _check.delta(delta)
-        segments = [own for name in (self.runs if run is None else [run]) for own in self.segments(name)]
+        names = self.runs if run is None else [run]
+        segments = [own for name in names for own in self.segments(name)]
         charged = [(own.event, own.statement) for own in segments if own.statement]
         kinds = {(statement["adjacency"], statement["accountant"]) for _, statement in charged}
         if len(kinds) > 1:
