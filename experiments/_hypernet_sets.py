@@ -44,7 +44,7 @@ def load(name: str, size: int, num_public: int, num_private: int, data_dir=None)
     source = f"{data.source}, the first {len(labels[1]):,} private ones used, at {size}x{size}"
     digest = hashlib.sha256()
     for array in (data.public_images, data.public_labels):
-        digest.update(np.ascontiguousarray(array))
+        digest.update(np.ascontiguousarray(array).data)
     return Images(parts[0], labels[0], parts[1], labels[1], source, digest.hexdigest()[:16])
 
 
