@@ -98,9 +98,7 @@ def main(args: Args) -> dict[str, Any]:
     wanted = cells(args)
     unique = list(dict.fromkeys(cell for own in wanted.values() for cell in own))
     rows = {}
-    tasks = [(cell, method) for cell in unique for method in args.methods]
-    tasks = [t for t in tasks if t[1] != "learned" or t[0].n * t[0].d <= args.most_trained]
-    tasks = [t for t in tasks if t[1] != "adassp" or t[0].d <= MOST_FOR_MOMENTS]
+    tasks = runs(args, unique)
     with _run.progress("methods", len(tasks)) as advance:
         for cell, method in tasks:
             rows[cell, method] = measured(cell, method, args, folder)
@@ -154,6 +152,13 @@ def cells(args: Args) -> dict[str, list[Cell]]:
     return found
 
 
+def runs(args: Args, among: list[Cell]) -> list[tuple[Cell, str]]:
+    """Every cell with every method that is not too dear for it."""
+    found = [(cell, method) for cell in among for method in args.methods]
+    found = [r for r in found if r[1] != "learned" or r[0].n * r[0].d <= args.most_trained]
+    return [r for r in found if r[1] != "adassp" or r[0].d <= MOST_FOR_MOMENTS]
+
+
 def check(args: Args):
     """Refuse what can be refused before any work."""
     _options.check_names(args, {"parts": PARTS, "methods": ALL})
@@ -164,6 +169,13 @@ def check(args: Args):
     if args.steps % _hypernet_learned.CHUNK:
         chunk = _hypernet_learned.CHUNK
         raise UsageError(f"--steps must be a multiple of {chunk}, but got {args.steps}")
+    for part, own in cells(args).items():
+        if not runs(args, own):
+            raise UsageError(
+                f"--parts {part} has nothing to measure: all of it exceeds --most-measured "
+                f"{args.most_measured}, or for learned --most-trained {args.most_trained}, or for "
+                f"adassp {MOST_FOR_MOMENTS} dimensions"
+            )
 
 
 def training_steps(args: Args, d: int) -> int:

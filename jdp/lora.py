@@ -187,7 +187,8 @@ def tokenise(adapters: PyTree, length: int) -> Float[Array, "T length"]:
       The tokens, in tree order, float32 or wider. `detokenise` inverts it.
 
     Raises:
-      TypeError, ValueError: `length` is no positive integer, or there is nothing to cut.
+      TypeError, ValueError: `length` is no positive integer, or there is nothing to cut: no leaf,
+        or one that is a scalar or not floating.
 
     >>> import jax.numpy as jnp
     >>> from jdp import lora

@@ -128,6 +128,9 @@ def test_smoke_run_of_everything(tmp_path):
         ({"sizes": (10,)}, "--sizes"),
         ({"steps": 150}, "--steps must be a multiple"),
         ({"tuning_draws": 0}, "--tuning-draws"),
+        ({"parts": ("dimension",), "most_measured": 1}, "--parts dimension has nothing to measure"),
+        ({"methods": ("learned",), "most_trained": 0}, "or for learned --most-trained 0"),
+        ({"methods": ("adassp",), "dimensions": (1024,)}, "or for adassp 256 dimensions"),
     ],
 )
 def test_bad_options_are_named(change, message):
