@@ -73,6 +73,7 @@ def test_report_table_and_picture_come_from_the_summary(smoke, tmp_path):
     assert (tmp_path / "probe.png").read_bytes() == (out / "probe.png").read_bytes()
 
 
+@pytest.mark.slow
 def test_what_private_gradients_show_is_published_where_it_is_asked_for_only(smoke, monkeypatch):
     out, _ = smoke
     path, brief = out / "summary.json", _run.read_json(out / "summary.json")
@@ -230,6 +231,7 @@ def test_features_of_any_finite_size_have_length_one():
     np.testing.assert_allclose(np.linalg.norm(train, axis=1), 1, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_file_that_was_replaced_is_another_one(tmp_path):
     args = dataclasses.replace(SMOKE, num_public=4, batch_size=20, steps=2, validation=50)
     args = dataclasses.replace(args, features=tmp_path / "own.npz")
