@@ -60,8 +60,6 @@ LATER = {
 }
 FUNCTIONS = {"loss", "clipper", "public_gradients", "public_gradient", "encode", "train"}
 FUNCTIONS |= {"make_event", "mixing"}
-SLOW = {"gep(loss)", "biased_gep()", "gep()", "hypernet.train_step", "ResumableRun.chunks"}
-SLOW |= {"ResumableRun", "relu_regression.PrivateReLURegressor.fit"}
 
 
 def _is_by_others(error):
@@ -94,15 +92,11 @@ def _wrong(name):
                     yield f"{argument}={label}: accepted"
 
 
-def _marks(name):
-    if name in SLOW:
-        yield pytest.mark.slow
-
-
 NAMES = sorted(CALLS.keys() - {"relu_regression.PrivateReLURegressor"})  # as its fit
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[*_marks(name)]) for name in NAMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_no_value_of_an_argument_ends_in_a_raw_error(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     wrong = sorted(_wrong(name))

@@ -395,6 +395,7 @@ def test_a_microbatch_size_needs_the_loss(key):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_bases_keep_their_type_under_64_bits(dtype):
     with jax.enable_x64(True):

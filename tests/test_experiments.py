@@ -96,6 +96,7 @@ def test_class_means_learn_and_a_seed_reproduces_them(tmp_path):
     assert "+-" in text and "2 run(s)" in text
 
 
+@pytest.mark.slow
 def test_validation_does_not_touch_the_test_set(tmp_path, monkeypatch):
     load = gep.datasets.load
 
@@ -281,6 +282,7 @@ NEUTRAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [m for m in OPTIONAL if m in PLANNED])
 def test_methods_differ_from_dp_sgd_but_not_where_they_are_neutral(method, digits, plain):
     change = {"learning_rate": 0.01, "floor": 0.01} if method.startswith("dp-adam") else {}

@@ -24,6 +24,7 @@ def run(tmp_path_factory):
     return out, args, pate.main(args)
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_noisy_labels(run):
     out, _, brief = run
     row = json.loads(json.dumps(brief))["methods"]["pate"]
@@ -45,6 +46,7 @@ def test_a_student_learns_from_noisy_labels(run):
     assert (setting["teachers"], setting["steps"], setting["learning_rate"]) == (20, 60, 0.1)
 
 
+@pytest.mark.slow
 def test_it_is_taken_up_and_stands_in_the_table_of_the_others(run, monkeypatch):
     out, args, brief = run
     make_run = gep.make_run

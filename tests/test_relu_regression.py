@@ -198,6 +198,7 @@ def test_nodes_pay_for_the_rounding_of_their_leaves(leaves, rows, monkeypatch):
     assert found[0].rounding > leaf.rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["blocks-rarely", "tree"])
 def test_records_of_two_widths_are_brought_to_one(name):
     plan, threshold, _ = RUNS[name]
