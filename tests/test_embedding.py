@@ -353,6 +353,7 @@ def test_frozen_leaves_go_through_gep(key):
     assert not update["b"].any() and update["a"].any() and update["c"].any()
 
 
+@pytest.mark.slow
 def test_the_loss_may_stay_with_gep(key):
     batch = jax.random.normal(key, (6, 3)), jnp.arange(6) % 2
     params, mask = {"w": jnp.zeros((3, 2)), "frozen": jnp.ones(3)}, jnp.arange(6) != 2
